@@ -1,0 +1,166 @@
+"""Small text tasks with one right answer each: the data that the tiny GLM learns and is tested on.
+
+Every task is a function `rng -> (prompt, answer)`. Answers are 10 to 40 tokens long and follow from
+the prompt alone. A prompt belongs to the held-out set by its own content (`is_heldout`), so no order of
+drawing can ever leak one into training. Standard library only: servers and evaluators may import it.
+"""
+
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+WORDS = (
+    "sun fox red map cup tree lamp bird fish gold milk rain snow ship ring door book rope salt "
+    "wolf bell corn leaf nest pond sand tent vase wind yarn moon star hill lake road bear frog"
+).split()
+FOREIGN = "café naïve über señor Ærø 日本 東京 москва λόγος 🙂 🚀 ½".split()
+NAMES = "Ann Bob Eva Ian Kim Leo Mia Ned Pam Ray Sue Tom Uma Vic Zoe".split()
+CITIES = "Oslo Rome Lima Bern Cairo Delhi Paris Quito Seoul Tokyo".split()
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+Task = Callable[[random.Random], tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One question, its only right answer, and the stop token that the answer ends with."""
+
+    task: str
+    prompt: str
+    answer: str
+    stop: str
+
+
+def some_words(rng: random.Random, low: int, high: int) -> list[str]:
+    """`low` to `high` different words; about one list in three holds multi-byte words."""
+    pool = WORDS + FOREIGN if rng.random() < 0.35 else WORDS
+    return rng.sample(pool, rng.randint(low, high))
+
+
+def count(rng: random.Random) -> tuple[str, str]:
+    """Every number from a start to an end in equal steps, up or down."""
+    start, step, length = rng.randint(0, 199), rng.randint(1, 5), rng.randint(5, 9)
+    numbers = [start + step * i for i in range(length)]
+    if rng.random() < 0.4:
+        numbers.reverse()
+    prompt = f"Count from {numbers[0]} to {numbers[-1]} by {step}."
+    return prompt, ", ".join(map(str, numbers)) + "."
+
+
+def letters(rng: random.Random) -> tuple[str, str]:
+    """A run of the alphabet between two letters, in either case, forwards or backwards."""
+    length = rng.randint(6, 16)
+    start = rng.randint(0, len(LETTERS) - length)
+    run = LETTERS[start : start + length]
+    run = run.upper() if rng.random() < 0.5 else run
+    run = run[::-1] if rng.random() < 0.3 else run
+    return f"Letters from {run[0]} to {run[-1]}.", " ".join(run)
+
+
+def repeat(rng: random.Random) -> tuple[str, str]:
+    """The same list again."""
+    items = some_words(rng, 5, 9)
+    return f"Repeat: {', '.join(items)}", f"Again: {', '.join(items)}."
+
+
+def reverse(rng: random.Random) -> tuple[str, str]:
+    """The list from its end."""
+    items = some_words(rng, 4, 7)
+    return f"Reverse: {', '.join(items)}", f"Reversed: {', '.join(reversed(items))}."
+
+
+def add(rng: random.Random) -> tuple[str, str]:
+    """A sum of two two-digit numbers, worked in columns."""
+    a, b = rng.randint(10, 99), rng.randint(10, 99)
+    ones, tens = a % 10 + b % 10, a // 10 * 10 + b // 10 * 10
+    work = f"{a % 10} + {b % 10} = {ones}, {a // 10 * 10} + {b // 10 * 10} = {tens}"
+    return f"What is {a} + {b}?", f"{work}, {tens} + {ones} = {a + b}. So {a} + {b} = {a + b}."
+
+
+def to_json(rng: random.Random) -> tuple[str, str]:
+    """A person's fields as one JSON object, in the order given."""
+    fields = {
+        "name": f'"{rng.choice(NAMES)}"',
+        "age": str(rng.randint(10, 99)),
+        "city": f'"{rng.choice(CITIES)}"',
+        "likes": f'"{rng.choice(WORDS)}"',
+    }
+    keys = rng.sample(sorted(fields), rng.randint(3, 4))
+    listed = ", ".join(f"{key} {fields[key].strip(chr(34))}" for key in keys)
+    return f"JSON: {listed}", "{" + ", ".join(f'"{key}": {fields[key]}' for key in keys) + "}"
+
+
+def table(rng: random.Random) -> tuple[str, str]:
+    """Two table rows from two lines of cells."""
+    rows = [[rng.choice(WORDS), str(rng.randint(1, 99)), rng.choice(WORDS)] for _ in range(2)]
+    prompt = "Table: " + "; ".join(" ".join(row) for row in rows)
+    return prompt, "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def lookup(rng: random.Random) -> tuple[str, str]:
+    """Values of some keys of a small record."""
+    keys = rng.sample(WORDS, rng.randint(4, 6))
+    record = {key: rng.randint(10, 99) for key in keys}
+    asked = rng.sample(keys, 3)
+    listed = ", ".join(f"{key}={value}" for key, value in record.items())
+    answer = ", ".join(f"{key} is {record[key]}" for key in asked)
+    return f"Given {listed}: what are {', '.join(asked)}?", f"The {answer}."
+
+
+def sort(rng: random.Random) -> tuple[str, str]:
+    """Different digits in rising order."""
+    digits = rng.sample(range(10), rng.randint(5, 8))
+    ordered = " < ".join(map(str, sorted(digits)))
+    return f"Sort {' '.join(map(str, digits))}", f"Sorted: {ordered}"
+
+
+# Structured answers end the text, sentences hand over to the user: both stop ids are in use.
+TASKS: dict[str, tuple[Task, str]] = {
+    "count": (count, "<|user|>"),
+    "letters": (letters, "<|endoftext|>"),
+    "repeat": (repeat, "<|user|>"),
+    "reverse": (reverse, "<|user|>"),
+    "add": (add, "<|user|>"),
+    "json": (to_json, "<|endoftext|>"),
+    "table": (table, "<|endoftext|>"),
+    "lookup": (lookup, "<|user|>"),
+    "sort": (sort, "<|endoftext|>"),
+}
+
+
+def is_heldout(prompt: str) -> bool:
+    """Whether this prompt is never trained on: one in sixteen, decided by its content alone."""
+    return zlib.crc32(prompt.encode()) % 16 == 0
+
+
+def draw(task: str, rng: random.Random, heldout: bool) -> Example:
+    """One example of a task from the chosen side of the split."""
+    make, stop = TASKS[task]
+    while True:
+        prompt, answer = make(rng)
+        if is_heldout(prompt) == heldout:
+            return Example(task, prompt, answer, stop)
+
+
+def training_examples(count: int, seed: int) -> Iterator[Example]:
+    """`count` examples, the tasks in turn; the same seed gives the same examples."""
+    rng, names = random.Random(seed), list(TASKS)
+    for i in range(count):
+        yield draw(names[i % len(names)], rng, heldout=False)
+
+
+def heldout_examples(per_task: int, seed: int) -> list[Example]:
+    """`per_task` different held-out examples of every task, in a fixed order."""
+    rng, found = random.Random(seed), {}
+    for task in TASKS:
+        wanted = len(found) + per_task
+        while len(found) < wanted:
+            example = draw(task, rng, heldout=True)
+            found.setdefault(example.prompt, example)
+    return list(found.values())
+
+
+def render(prompt: str) -> str:
+    """One user turn as the chat template writes it, ready for the answer."""
+    return f"[gMASK]<sop><|user|>\n{prompt}<|assistant|>\n"

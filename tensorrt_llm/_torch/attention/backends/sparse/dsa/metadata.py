@@ -1,0 +1,137 @@
+"""Per-step tables of DSA: block tables of both pools, cache slots and positions of the step's tokens."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tensorrt_llm._torch.attention.backends.interface import AttentionMetadata, KVCacheManager
+from tensorrt_llm._torch.attention.backends.sparse.dsa.cache_manager import INDEX_KEY, KEY, DSACacheLayout
+from tensorrt_llm._torch.attention.backends.sparse.dsa.params import DSAParams
+from tensorrt_llm._torch.custom_ops.sparse_mla import absence_bias
+
+# Rows of the one buffer that holds what is known per token of the step.
+TOKEN_TABLES = ("req_idx_per_token", "position_ids", "slot_mapping", "index_block", "index_offset")
+
+
+@dataclass
+class Selection:
+    """The keys that each token of the step attends to, made by a full layer and reused by the shared ones.
+
+    Attributes:
+        indices: int32 [tokens, topk], positions within the token's own request; -1 is none.
+        slots: int64 [tokens, topk], the same as rows of the key pool; where there is none, some valid row.
+        bias: [tokens, 1, topk] in the activation dtype, keeps the rows that are none out of the softmax.
+    """
+
+    indices: torch.Tensor
+    slots: torch.Tensor
+    bias: torch.Tensor
+
+
+class DSAtrtllmAttentionMetadata(AttentionMetadata):
+    """`AttentionMetadata` with what the indexer and sparse MLA read.
+
+    Attributes:
+        block_table: int32 [max_num_requests, max_blocks], pages of the key pool; -1 past the allocated ones.
+        indexer_k_cache_block_offsets: the same of the index-key pool.
+        req_idx_per_token: int64 [tokens], position_ids: int64 [tokens] (-1 for padding).
+        slot_mapping: int64 [tokens], row of the key pool that each token writes (layer 0); -1 for padding.
+        index_block, index_offset: int64 [tokens], page and place in it of the token's index key; -1 for padding.
+        selection: set by the full layers as the forward passes them.
+        skip_indexer_for_gen_reqs: generation rows take all their keys, as none has more than `index_topk`.
+        selection_width: columns of this step's selections.
+    """
+
+    def __init__(
+        self,
+        max_num_requests: int,
+        max_num_tokens: int,
+        kv_cache_manager: KVCacheManager,
+        device: torch.device,
+        *,
+        params: DSAParams,
+        layout: DSACacheLayout,
+    ) -> None:
+        super().__init__(max_num_requests, max_num_tokens, kv_cache_manager, device)
+        self.params, self.layout = params, layout
+        shape = (max_num_requests, kv_cache_manager.max_blocks_per_seq)
+        self.block_table = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self.indexer_k_cache_block_offsets = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self.key_rows_per_block = kv_cache_manager.pool(KEY).shape[1] * kv_cache_manager.tokens_per_block
+        self.selection: Selection | None = None
+        self.skip_indexer_for_gen_reqs = False
+        self.selection_width = params.index_topk
+        self._static_width = False
+        self._key_rows: dict[int, torch.Tensor] = {}
+        self._buffers = torch.full((len(TOKEN_TABLES), max_num_tokens), -1, dtype=torch.int64, device=device)
+
+    def key_rows(self, layer_idx: int) -> torch.Tensor:
+        """The layer's rows of the key pool, see `DSACacheLayout.key_rows`; the view is made once per manager."""
+        if layer_idx not in self._key_rows:
+            with torch.inference_mode(False):  # the view outlives the forward that asks for it first
+                self._key_rows[layer_idx] = self.layout.key_rows(self.kv_cache_manager, layer_idx)
+        return self._key_rows[layer_idx]
+
+    def prepare(self, *, static_width: bool = False, skip_indexer: bool | None = None) -> None:
+        """Fill the tables for the sequences set by the model engine; those without a request id are padding.
+
+        Args:
+            static_width: keep the selection at `index_topk` columns, as a captured graph needs it.
+            skip_indexer: decides `skip_indexer_for_gen_reqs` instead of the lengths, for a capture.
+        """
+        super().prepare()
+        real = self.request_ids
+        self.kv_cache_manager.copy_batch_block_offsets(self.block_table, real, KEY)
+        self.kv_cache_manager.copy_batch_block_offsets(self.indexer_k_cache_block_offsets, real, INDEX_KEY)
+        topk, self._static_width = self.params.index_topk, static_width
+        self.selection_width = topk if static_width else min(topk, self.max_kv_len)
+        gen_lens = self.kv_lens[self.num_contexts :]
+        self.skip_indexer_for_gen_reqs = max(gen_lens, default=0) <= topk if skip_indexer is None else skip_indexer
+        self.selection = None
+        self.on_update_kv_lens()
+
+    def on_update_kv_lens(self) -> None:
+        """Recompute everything that follows from `kv_lens_cuda` and `seq_lens_cuda`, on the device alone."""
+        n, tokens = self.num_seqs, self.num_tokens
+        req, positions = self._token_positions(n, tokens)
+        page, offset = self._split(positions)
+        padding = positions < 0
+        slots = self._lookup(self.block_table, req, page) * self.key_rows_per_block + offset
+        block = self._lookup(self.indexer_k_cache_block_offsets, req, page)
+        tables = self._buffers[:, :tokens]
+        torch.stack(
+            [req, positions, slots.masked_fill_(padding, -1), block.masked_fill_(padding, -1), offset], out=tables
+        )
+        self.req_idx_per_token, self.position_ids, self.slot_mapping, self.index_block, self.index_offset = tables
+
+    def _token_positions(self, n: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sequence and absolute position of each token; sequence s covers kv_len - seq_len ... kv_len - 1."""
+        seq_lens, kv_lens = self.seq_lens_cuda[:n].long(), self.kv_lens_cuda[:n].long()
+        if tokens == n:  # decode: one token each
+            return torch.arange(n, device=self.device), kv_lens - 1
+        req = torch.repeat_interleave(torch.arange(n, device=self.device), seq_lens, output_size=tokens)
+        ends = seq_lens.cumsum(0)
+        return req, torch.arange(tokens, device=self.device) - ends[req] + kv_lens[req]
+
+    def _split(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self.kv_cache_manager.tokens_per_block
+        positions = positions.clamp(min=0)
+        return positions // size, positions % size
+
+    @staticmethod
+    def _lookup(table: torch.Tensor, req: torch.Tensor, page: torch.Tensor) -> torch.Tensor:
+        return table[req, page].long().clamp_(min=0)  # a padding row may hold no block
+
+    def generation_index_table(self) -> torch.Tensor:
+        """int32 [generations, pages]: index-key pages of the generation rows, all columns if the width is static."""
+        rows = self.indexer_k_cache_block_offsets[self.num_contexts : self.num_seqs]
+        if self._static_width:
+            return rows
+        return rows[:, : -(-max(self.kv_lens[self.num_contexts :]) // self.kv_cache_manager.tokens_per_block)]
+
+    def select(self, indices: torch.Tensor) -> Selection:
+        """Positions int32 [tokens, topk] within each token's request (-1: none) -> `Selection`."""
+        req = self.req_idx_per_token.unsqueeze(1)
+        page, offset = self._split(indices.long())
+        slots = self._lookup(self.block_table, req, page) * self.key_rows_per_block + offset
+        return Selection(indices, slots, absence_bias(indices, self.layout.dtype))

@@ -1,0 +1,1 @@
+"""Operations on cache pools and quantised rows that modules and attention share."""

@@ -1,0 +1,42 @@
+"""Collectives on tensors."""
+
+import torch
+import torch.distributed as dist
+
+from tensorrt_llm.mapping import Mapping
+
+
+class AllReduce:
+    """Sum over the tensor-parallel ranks, bitwise the same on all of them.
+
+    On the CPU the partial sums are gathered and added in rank order in fp32, so the result depends neither on
+    the transport nor on timing. On CUDA it is NCCL's all-reduce.
+    """
+
+    def __init__(self, mapping: Mapping) -> None:
+        self.mapping = mapping
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: any shape, this rank's partial sum -> the sum, same shape and dtype."""
+        if not self.mapping.has_tp():
+            return x
+        if x.is_cuda:
+            dist.all_reduce(x)
+            return x
+        parts = _gather(x, self.mapping)
+        return parts.sum(dim=0, dtype=torch.float32).to(x.dtype)
+
+
+def allgather(x: torch.Tensor, mapping: Mapping, dim: int = -1) -> torch.Tensor:
+    """Concatenation of the ranks' equally shaped `x` along `dim`, in rank order."""
+    if not mapping.has_tp():
+        return x
+    return torch.cat(_gather(x, mapping).unbind(0), dim=dim)
+
+
+def _gather(x: torch.Tensor, mapping: Mapping) -> torch.Tensor:
+    """[...] on each rank -> [tp_size, ...] on all."""
+    x = x.contiguous()
+    out = x.new_empty((mapping.tp_size * x.shape[0], *x.shape[1:]))
+    dist.all_gather_into_tensor(out, x)
+    return out.view(mapping.tp_size, *x.shape)

@@ -1,0 +1,222 @@
+"""The built-in GLM-MoE-DSA model: MLA with sparse attention, dense and mixture-of-experts layers."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from tensorrt_llm._torch.attention.backends.sparse.dsa.backend import DSATrtllmAttention
+from tensorrt_llm._torch.attention.backends.sparse.dsa.indexer import Indexer
+from tensorrt_llm._torch.attention.backends.sparse.dsa.metadata import DSAtrtllmAttentionMetadata
+from tensorrt_llm._torch.distributed import AllReduce
+from tensorrt_llm._torch.models.model_config import ModelConfig
+from tensorrt_llm._torch.modules.embedding import Embedding, LMHead
+from tensorrt_llm._torch.modules.fused_moe import DeepseekV3Gate, FusedMoE
+from tensorrt_llm._torch.modules.gated_mlp import GatedMLP
+from tensorrt_llm._torch.modules.logits_processor import LogitsProcessor
+from tensorrt_llm._torch.modules.mla import MLA
+from tensorrt_llm._torch.modules.rms_norm import RMSNorm
+from tensorrt_llm._torch.modules.rotary_embedding import RotaryEmbedding
+from tensorrt_llm._torch.modules.weight_spec import WeightSpec
+
+
+class Deepseekv3MoE(nn.Module):
+    """Routed experts plus the unweighted shared expert; one reduction over the ranks for both."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        model, mapping = config.pretrained_config, config.mapping
+        self.gate = DeepseekV3Gate(
+            model.hidden_size,
+            model.n_routed_experts,
+            model.num_experts_per_tok,
+            model.routed_scaling_factor,
+            model.norm_topk_prob,
+            config.device,
+        )
+        self.experts = FusedMoE(
+            model.n_routed_experts,
+            model.hidden_size,
+            model.moe_intermediate_size,
+            mapping,
+            config.dtype,
+            config.device,
+        )
+        self.shared_experts = GatedMLP(
+            model.hidden_size,
+            model.moe_intermediate_size * model.n_shared_experts,
+            mapping=mapping,
+            reduce_output=False,
+            dtype=config.dtype,
+            device=config.device,
+        )
+        self.reduce = AllReduce(mapping)
+
+    def weight_specs(self, name: str) -> Iterator[WeightSpec]:
+        yield from self.gate.weight_specs(f"{name}.gate")
+        yield from self.experts.weight_specs(f"{name}.experts")
+        yield from self.shared_experts.weight_specs(f"{name}.shared_experts")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        weights, ids = self.gate(x)
+        return self.reduce(self.experts(x, weights, ids) + self.shared_experts(x))
+
+
+class DeepseekV3DecoderLayer(nn.Module):
+    """x += attention(norm(x)); x += mlp(norm(x)), with each addition done together with the next norm."""
+
+    def __init__(self, config: ModelConfig, layer_idx: int, *, dense: bool, full_indexer: bool) -> None:
+        super().__init__()
+        model = config.pretrained_config
+        norm = (model.hidden_size, model.rms_norm_eps, config.dtype, config.device)
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(*norm), RMSNorm(*norm)
+        self.self_attn = _attention(config, layer_idx, full_indexer)
+        self.mlp: GatedMLP | Deepseekv3MoE
+        if dense:
+            self.mlp = GatedMLP(
+                model.hidden_size,
+                model.intermediate_size,
+                mapping=config.mapping,
+                dtype=config.dtype,
+                device=config.device,
+            )
+        else:
+            self.mlp = Deepseekv3MoE(config)
+
+    def weight_specs(self, name: str) -> Iterator[WeightSpec]:
+        for module in ("input_layernorm", "post_attention_layernorm", "self_attn", "mlp"):
+            yield from getattr(self, module).weight_specs(f"{name}.{module}")
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotations: torch.Tensor,
+        attn_metadata: DSAtrtllmAttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output of the previous block, residual before it) -> the same after this layer, [tokens, hidden] each."""
+        hidden_states, residual = _norm(self.input_layernorm, hidden_states, residual)
+        hidden_states = self.self_attn(hidden_states, rotations, attn_metadata)
+        hidden_states, residual = self.post_attention_layernorm.add_norm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class DeepseekV3Model(nn.Module):
+    """Embedding, decoder layers and final norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        model = config.pretrained_config
+        self.embed_tokens = Embedding(model.vocab_size, model.hidden_size, config.dtype, config.device)
+        self.rotary = RotaryEmbedding(
+            model.qk_rope_head_dim, model.rope_theta, model.max_position_embeddings, config.device
+        )
+        self.layers = nn.ModuleList(
+            DeepseekV3DecoderLayer(config, i, dense=dense, full_indexer=full)
+            for i, (dense, full) in enumerate(
+                zip(model.dense_layers, model.full_indexer_layers, strict=True)
+            )
+        )
+        self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps, config.dtype, config.device)
+
+    def weight_specs(self, name: str) -> Iterator[WeightSpec]:
+        yield from self.embed_tokens.weight_specs(f"{name}.embed_tokens")
+        for i, layer in enumerate(self.layers):
+            yield from layer.weight_specs(f"{name}.layers.{i}")
+        yield from self.norm.weight_specs(f"{name}.norm")
+
+    def forward(
+        self,
+        attn_metadata: DSAtrtllmAttentionMetadata,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """input_ids, position_ids int64 [tokens] -> hidden states after the final norm [tokens, hidden]."""
+        hidden_states, residual = self.embed_tokens(input_ids), None
+        rotations = self.rotary.rotations(position_ids)
+        for layer in self.layers:
+            hidden_states, residual = layer(hidden_states, residual, rotations, attn_metadata)
+        return _norm(self.norm, hidden_states, residual)[0]
+
+
+class GlmMoeDsaForCausalLM(nn.Module):
+    """The engine-facing model. `forward` gives logits; `weight_specs` is the loading plan."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        model = config.pretrained_config
+        self.config = config
+        self.model = DeepseekV3Model(config)
+        self.lm_head = LMHead(
+            model.vocab_size, model.hidden_size, config.mapping, config.dtype, config.device
+        )
+        self.logits_processor = LogitsProcessor()
+
+    def weight_specs(self) -> Iterator[WeightSpec]:
+        yield from self.model.weight_specs("model")
+        yield from self.lm_head.weight_specs("lm_head")
+
+    def unused_weights(self) -> dict[str, str]:
+        """Checkpoint tensors that are not loaded: name pattern -> reason."""
+        first_extra = self.config.pretrained_config.num_hidden_layers
+        extra = range(first_extra, first_extra + self.config.pretrained_config.num_nextn_predict_layers)
+        return {f"model.layers.{i}.*": "MTP layer, and speculation is off" for i in extra}
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        attn_metadata: DSAtrtllmAttentionMetadata,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        gather_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """fp32 logits [rows, vocab_size].
+
+        Args:
+            input_ids, position_ids: int64 [tokens], contexts first.
+            gather_ids: int64 [rows], the tokens that need logits; None takes all.
+        """
+        hidden_states = self.model(attn_metadata, input_ids, position_ids)
+        return self.logits_processor(hidden_states, self.lm_head, gather_ids)
+
+
+def _norm(
+    norm: RMSNorm, hidden_states: torch.Tensor, residual: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normed, new residual); the first layer has no residual yet."""
+    if residual is None:
+        return norm(hidden_states), hidden_states
+    return norm.add_norm(hidden_states, residual)
+
+
+def _attention(config: ModelConfig, layer_idx: int, full_indexer: bool) -> MLA:
+    model, layout = config.pretrained_config, config.cache_layout
+    scale = (model.qk_nope_head_dim + model.qk_rope_head_dim) ** -0.5
+    indexer = None
+    if full_indexer:
+        indexer = Indexer(
+            model.dsa_params,
+            layer_idx,
+            model.q_lora_rank,
+            model.qk_rope_head_dim,
+            layout,
+            config.dtype,
+            config.device,
+        )
+    return MLA(
+        hidden_size=model.hidden_size,
+        num_heads=model.num_attention_heads,
+        q_lora_rank=model.q_lora_rank,
+        kv_lora_rank=model.kv_lora_rank,
+        qk_nope_head_dim=model.qk_nope_head_dim,
+        qk_rope_head_dim=model.qk_rope_head_dim,
+        v_head_dim=model.v_head_dim,
+        latent_norm_eps=config.latent_eps,
+        attention=DSATrtllmAttention(layer_idx, model.kv_lora_rank, scale),
+        indexer=indexer,
+        index_sizes=(model.index_head_dim, model.index_n_heads),
+        mapping=config.mapping,
+        dtype=config.dtype,
+        device=config.device,
+    )

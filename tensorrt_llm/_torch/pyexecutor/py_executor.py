@@ -1,0 +1,364 @@
+"""The step loop of one rank: messages in, schedule, forward, sample, update, responses out.
+
+All ranks run the same loop on the same messages and draw the same conclusions; only rank 0 talks to
+the outside.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+
+from tensorrt_llm._torch.distributed import broadcast_object
+from tensorrt_llm._torch.pyexecutor.config import ExecutorConfig
+from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import KVCacheManagerV2, Role
+from tensorrt_llm._torch.pyexecutor.llm_request import (
+    LlmRequest,
+    RequestLimits,
+    RequestState,
+    check_message,
+)
+from tensorrt_llm._torch.pyexecutor.messages import (
+    CancelRequest,
+    EngineReady,
+    EngineStats,
+    FinishReason,
+    LlmResponse,
+    NewRequest,
+    Shutdown,
+)
+from tensorrt_llm._torch.pyexecutor.sampler import SampledToken, TorchSampler
+from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests, Scheduler
+from tensorrt_llm.logger import logger
+from tensorrt_llm.tokenizer import load_tokenizer
+
+Incoming: TypeAlias = NewRequest | CancelRequest | Shutdown
+Outgoing: TypeAlias = LlmResponse | EngineStats
+
+STATS_INTERVAL_S = 0.1  # between reports, unless `iter_perf_stats` asks for every step
+
+
+class ModelEngine(Protocol):
+    """What the loop needs of a model."""
+
+    def forward(self, batch: ScheduledRequests) -> torch.Tensor:
+        """fp32 logits [rows, vocab_size], the same on all ranks.
+
+        Rows: one per context request (its chunk's last token), then one per generation request. If
+        `batch.context_logits_needed`, contexts have a row for every token of their chunks instead.
+        """
+        ...
+
+
+class PyExecutor:
+    """The engine of one rank.
+
+    Args:
+        config: this rank's.
+        model_engine: computes logits and fills the cache.
+        kv_cache_manager: owns the blocks.
+        sampler: makes tokens.
+        eos_token_ids: the model's.
+        max_seq_len: prompt plus generated tokens of one request.
+        vocab_size: columns of the logits.
+        receive: new messages, called on rank 0 alone; with True it waits for one, and may return
+            none after a while so that waiting ranks hear from each other.
+        send: takes responses and reports, called on rank 0 alone.
+
+    Raises:
+        ValueError: an eos id outside of the vocabulary, or a stop tokenizer that cannot be read.
+    """
+
+    def __init__(
+        self,
+        config: ExecutorConfig,
+        model_engine: ModelEngine,
+        kv_cache_manager: KVCacheManagerV2,
+        sampler: TorchSampler,
+        eos_token_ids: Collection[int],
+        max_seq_len: int,
+        vocab_size: int,
+        receive: Callable[[bool], list[Incoming]],
+        send: Callable[[list[Outgoing]], None],
+    ) -> None:
+        outside = [i for i in eos_token_ids if not 0 <= i < vocab_size]
+        if outside:
+            raise ValueError(
+                f"eos token ids {outside} are outside the {vocab_size} of the vocabulary"
+            )
+        self.config = config
+        self.model_engine = model_engine
+        self.kv_cache_manager = kv_cache_manager
+        self.sampler = sampler
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.limits = RequestLimits(
+            max_seq_len=max_seq_len,
+            max_prompt_tokens=max_seq_len
+            if config.enable_chunked_prefill
+            else config.max_num_tokens,
+            vocab_size=vocab_size,
+        )
+        self.scheduler = Scheduler(
+            kv_cache_manager,
+            max_batch_size=config.max_batch_size,
+            max_num_tokens=config.max_num_tokens,
+            enable_chunked_prefill=config.enable_chunked_prefill,
+        )
+        self._stop_tokenizer = (
+            load_tokenizer(config.stop_tokenizer) if config.stop_tokenizer else None
+        )
+        self._receive, self._send = receive, send
+        self._requests: dict[int, LlmRequest] = {}
+        self._outbox: list[Outgoing] = []
+        self._idle = True
+        self._counters = _Counters()
+
+    def ready_message(self) -> EngineReady:
+        """What rank 0 tells the outside once everything is loaded and warm."""
+        return EngineReady(
+            max_seq_len=self.limits.max_seq_len,
+            max_num_tokens=self.config.max_num_tokens,
+            max_batch_size=self.config.max_batch_size,
+            vocab_size=self.limits.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+            kv_total_blocks=self.kv_cache_manager.num_blocks(Role.KEY),
+            tokens_per_block=self.kv_cache_manager.tokens_per_block,
+        )
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until `Shutdown`. An exception of the model leaves through here, for the worker."""
+        self._executor_loop()
+
+    def _executor_loop(self) -> None:
+        """The plain loop: a step is over and its responses are sent before the next one begins."""
+        while self._handle(self._next_messages()):
+            news = self.step()
+            if news and self.config.mapping.rank == 0:
+                self._send(news)
+
+    def _next_messages(self) -> list[Incoming]:
+        """New messages, the same on all ranks; waits for one when there is nothing to do."""
+        messages: list[Incoming] = []
+        if self.config.mapping.rank == 0:
+            messages = self._receive(not self.scheduler.has_requests)
+        return broadcast_object(messages, self.config.mapping)
+
+    def _handle(self, messages: list[Incoming]) -> bool:
+        """Act on messages in their order; False ends the loop."""
+        for message in messages:
+            match message:
+                case NewRequest():
+                    self.add_requests([message])
+                case CancelRequest():
+                    self.cancel([message.request_id])
+                case Shutdown():
+                    return False
+                case _:
+                    raise TypeError(f"unknown message to the engine: {message!r}")
+        return True
+
+    @torch.inference_mode()
+    def step(self) -> list[Outgoing]:
+        """One iteration without receiving or sending: what there is to say after it."""
+        if self.scheduler.has_requests:
+            self._iterate()
+        if not self.scheduler.has_requests and not self._idle:
+            self._become_idle()
+        news, self._outbox = self._outbox, []
+        return news
+
+    def _iterate(self) -> None:
+        """Schedule, forward, sample, update."""
+        start = time.perf_counter()
+        batch = self.scheduler.schedule()
+        if batch.is_empty:
+            raise RuntimeError(
+                f"the scheduler is stuck: {self.scheduler.num_running} requests running, "
+                f"{self.scheduler.num_waiting} waiting, and none can take a step"
+            )
+        logits = self.model_engine.forward(batch)
+        requests, rows = self._rows_to_sample(batch, logits)
+        sampled = self.sampler.sample(rows, requests) if requests else []
+        self._update(batch, requests, sampled)
+        self._report_step(start)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def add_requests(self, messages: Iterable[NewRequest]) -> None:
+        """Queue requests; one that cannot be served is answered with an error.
+
+        Raises:
+            RuntimeError: the id belongs to a request that is still going on.
+        """
+        self._idle = False
+        for message in messages:
+            if message.request_id in self._requests:
+                raise RuntimeError(f"request id {message.request_id} is in use")
+            try:
+                self._requests[message.request_id] = self._queue(message)
+            except ValueError as error:
+                self._respond(message.request_id, FinishReason.ERROR, str(error))
+
+    def cancel(self, request_ids: Iterable[int]) -> None:
+        """End requests and take their blocks back now. An id that has just finished is ignored."""
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is None:
+                logger.debug("cancelled request %d is not there any more", request_id)
+            else:
+                self._release(request)
+                self._respond(request_id, FinishReason.CANCELLED)
+
+    def _queue(self, message: NewRequest) -> LlmRequest:
+        check_message(message, self.limits)
+        request = LlmRequest(
+            message, self.limits.max_seq_len, self.eos_token_ids, self._stop_tokenizer
+        )
+        self.scheduler.add(request)
+        return request
+
+    def _release(self, request: LlmRequest) -> None:
+        self.scheduler.remove(request)
+        del self._requests[request.request_id]
+
+    def _fail(self, request: LlmRequest, error: str) -> None:
+        """End one request because its logits are broken; the others go on."""
+        logger.error("%s", error)
+        self._counters.nan_failures += 1
+        self._release(request)
+        self._respond(request.request_id, FinishReason.ERROR, error)
+
+    def _respond(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:
+        """Queue a last response without a token."""
+        self._outbox.append(LlmResponse(request_id, finish_reason=reason, error=error))
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def _rows_to_sample(
+        self, batch: ScheduledRequests, logits: torch.Tensor
+    ) -> tuple[list[LlmRequest], torch.Tensor]:
+        """The requests that get a token now and their rows; collects prompt logprobs besides."""
+        all_rows, end = batch.context_logits_needed, 0
+        requests: list[LlmRequest] = []
+        rows: list[int] = []
+        for request in batch.context_requests:
+            start, end = end, end + (request.chunk_len if all_rows else 1)
+            alive = self._collect_prompt_logprobs(request, logits[start:end])
+            if alive and request.is_last_chunk:
+                requests.append(request)
+                rows.append(end - 1)
+        requests += batch.generation_requests
+        rows += range(end, end + len(batch.generation_requests))
+        self._check_rows(logits, end + len(batch.generation_requests))
+        return requests, logits if len(rows) == logits.shape[0] else logits[rows]
+
+    def _check_rows(self, logits: torch.Tensor, rows: int) -> None:
+        expected = (rows, self.limits.vocab_size)
+        if logits.shape != expected:
+            raise RuntimeError(f"the model gave logits {tuple(logits.shape)}, expected {expected}")
+
+    def _collect_prompt_logprobs(self, request: LlmRequest, logits: torch.Tensor) -> bool:
+        """Add a chunk's prompt logprobs if they are wanted; False if that ended the request."""
+        num_top, collected = request.sampling_params.prompt_logprobs, request.prompt_logprobs
+        if num_top is None or collected is None:
+            return True
+        first = request.num_computed_tokens + 1
+        following = request.prompt_token_ids[first : first + request.chunk_len]
+        try:
+            collected += self.sampler.prompt_logprobs(logits, following, num_top)
+        except FloatingPointError as error:
+            self._fail(request, f"request {request.request_id}: {error}")
+            return False
+        return True
+
+    def _update(
+        self, batch: ScheduledRequests, requests: list[LlmRequest], sampled: list[SampledToken]
+    ) -> None:
+        """Advance everybody who took part, then hand out the new tokens."""
+        for request in batch.context_requests:
+            request.num_computed_tokens += request.chunk_len
+            self._counters.prompt_tokens += request.chunk_len
+            if request.state is RequestState.CONTEXT and not request.num_remaining_prompt_tokens:
+                request.state = RequestState.GENERATION
+        for request in batch.generation_requests:
+            request.num_computed_tokens += 1
+        for request, token in zip(requests, sampled, strict=True):
+            self._accept(request, token)
+
+    def _accept(self, request: LlmRequest, token: SampledToken) -> None:
+        """Append a token, report it, and end the request if it was the last one."""
+        if token.error is not None:
+            self._fail(request, token.error)
+            return
+        request.append(token.token_id)
+        self._counters.generated_tokens += 1
+        finish = request.stop_criteria.check(token.token_id, len(request.output_token_ids))
+        response = LlmResponse(
+            request.request_id,
+            [token.token_id],
+            [] if token.logprobs is None else [token.logprobs],
+            request.take_prompt_logprobs(),
+            finish.reason if finish else None,
+            finish.stop_reason if finish else None,
+        )
+        self._outbox.append(response)
+        if finish:
+            self._release(request)
+
+    # --- reports ----------------------------------------------------------------------------------
+
+    def _report_step(self, start: float) -> None:
+        """Count the step; report it now and then, or always under `iter_perf_stats`."""
+        counters, now = self._counters, time.perf_counter()
+        counters.iterations += 1
+        counters.latency_ms = (now - start) * 1e3
+        due = self.config.iter_perf_stats or now - counters.reported_at >= STATS_INTERVAL_S
+        if due and self.scheduler.has_requests:  # else the idle report follows at once
+            counters.reported_at = now
+            self._outbox.append(self.stats())
+
+    def _become_idle(self) -> None:
+        """Nobody is left: every block must be free."""
+        self._idle = True
+        self.kv_cache_manager.check_empty()
+        self._outbox.append(self.stats())
+
+    def stats(self) -> EngineStats:
+        """State right now and totals since start."""
+        counters = self._counters
+        key_used, key_total = self._blocks(Role.KEY)
+        index_used, index_total = self._blocks(Role.INDEX_KEY)
+        return EngineStats(
+            iter=counters.iterations,
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            kv_used_blocks=key_used,
+            kv_total_blocks=key_total,
+            index_used_blocks=index_used,
+            index_total_blocks=index_total,
+            generated_tokens=counters.generated_tokens,
+            prompt_tokens=counters.prompt_tokens,
+            nan_failures=counters.nan_failures,
+            iter_latency_ms=counters.latency_ms,
+        )
+
+    def _blocks(self, role: Role) -> tuple[int, int]:
+        """Used and all blocks of a role; none for a model without it."""
+        kv = self.kv_cache_manager
+        return (kv.num_used_blocks(role), kv.num_blocks(role)) if role in kv.roles else (0, 0)
+
+
+@dataclass
+class _Counters:
+    """Totals since start, and of the last step its duration."""
+
+    iterations: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    nan_failures: int = 0
+    latency_ms: float = 0.0
+    reported_at: float = 0.0  # perf_counter seconds

@@ -1,0 +1,286 @@
+"""From logits to tokens, on the logits' device, with one transfer to the host per step.
+
+Order per row: logit_bias, repetition / presence / frequency penalty, min_tokens mask; then greedy
+rows take the largest logit and the others temperature, top-k, top-p, min-p and a draw.
+
+The draw is exact integer arithmetic. A token's weight is its probability relative to the likeliest
+token's, as a fixed-point integer; sums of integers do not depend on their order, so the outcome is
+the same on every rank, in any batch and for any way in which a device adds up. The random number is
+a hash of seed, choice and the token's place in the output, so it does not depend on the rest of the
+batch either.
+"""
+
+import hashlib
+import math
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from tensorrt_llm._torch.pyexecutor.llm_request import LlmRequest
+from tensorrt_llm._torch.pyexecutor.messages import Logprob, TokenLogprobs
+from tensorrt_llm.sampling_params import SamplingParams
+
+_LOGPROB_ROWS = 128  # rows of a prompt that are normalised at a time; bounds the scratch memory
+
+
+class SampledToken(NamedTuple):
+    """One row's result; with an `error` its `token_id` means nothing."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+class TorchSampler:
+    """Samples one token per row; keeps no state but what it hangs onto the requests."""
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, requests: Sequence[LlmRequest]) -> list[SampledToken]:
+        """Next token of each request.
+
+        Args:
+            logits: fp32 [rows, vocab], not modified.
+            requests: one per row.
+
+        Returns:
+            One entry per row. A row whose largest logit is not finite (NaN counts as largest) has
+            an error.
+        """
+        edited = _edit(logits, requests)
+        best, ids = edited.max(dim=-1)
+        drawn = [i for i, r in enumerate(requests) if not r.sampling_params.greedy]
+        if drawn:
+            ids[drawn] = _draw(edited[drawn], [requests[i] for i in drawn])
+        # Ids are below 2**53, so one float64 transfer brings them and the largest logits.
+        host_best, host_ids = torch.stack((best, ids.double())).tolist()
+        if all(map(math.isfinite, host_best)) and not _any_logprobs(requests):
+            return [SampledToken(int(i)) for i in host_ids]
+        logprobs = _sampled_logprobs(logits, ids, requests)
+        return [
+            SampledToken(int(token), logprobs.get(i), _error(host_best[i], requests[i]))
+            for i, token in enumerate(host_ids)
+        ]
+
+    @torch.inference_mode()
+    def prompt_logprobs(
+        self, logits: torch.Tensor, next_tokens: Sequence[int], num_top: int
+    ) -> list[TokenLogprobs]:
+        """What each position made of the prompt token that follows it.
+
+        Args:
+            logits: fp32 [at least len(next_tokens), vocab], one row per position.
+            next_tokens: the token after each position.
+            num_top: most likely tokens to list beside it.
+
+        Raises:
+            FloatingPointError: a row contains NaN.
+        """
+        chosen = torch.tensor(next_tokens, dtype=torch.int64, device=logits.device)
+        result: list[TokenLogprobs] = []
+        for start in range(0, len(next_tokens), _LOGPROB_ROWS):
+            ids = chosen[start : start + _LOGPROB_ROWS]
+            result += _logprobs(logits[start : start + len(ids)], ids, [num_top] * len(ids))
+        if any(math.isnan(p.logprob) for entry in result for p in entry.values()):
+            raise FloatingPointError("logits of the prompt contain NaN")
+        return result
+
+
+class LogitsEdits:
+    """What one request changes in its logits row before sampling, with its tensors kept on the
+    device.
+
+    Every edit lets NaN through, so that one look at the largest logit afterwards sees it.
+    """
+
+    def __init__(self, request: LlmRequest, vocab_size: int, device: torch.device) -> None:
+        params = request.sampling_params
+        self._params = params
+        self._bias = _optional_pairs(params.logit_bias, device)
+        self._stop_ids = torch.tensor(sorted(request.stop_criteria.stop_ids), device=device).long()
+        self._num_counted = 0
+        if _has_penalties(params):
+            self._counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
+            self._in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self._in_prompt[torch.tensor(request.prompt_token_ids, device=device)] = True
+
+    @staticmethod
+    def wanted(request: LlmRequest) -> bool:
+        """Whether the request changes its next row at all."""
+        params = request.sampling_params
+        return (
+            len(request.output_token_ids) < params.min_tokens
+            or bool(params.logit_bias)
+            or _has_penalties(params)
+        )
+
+    def apply(self, row: torch.Tensor, request: LlmRequest) -> None:
+        """Edit `row`, fp32 [vocab], in place."""
+        if self._bias is not None:
+            ids, values = self._bias
+            row[ids] += values
+        if _has_penalties(self._params):
+            self._count(request.output_token_ids)
+            self._penalise(row)
+        if len(request.output_token_ids) < self._params.min_tokens:
+            row[self._stop_ids] += -math.inf
+
+    def _count(self, output_token_ids: list[int]) -> None:
+        """Bring the counts up to date with the output."""
+        for token in output_token_ids[self._num_counted :]:
+            self._counts[token] += 1
+        self._num_counted = len(output_token_ids)
+
+    def _penalise(self, row: torch.Tensor) -> None:
+        """Repetition counts prompt and output, as in transformers; the others only the output."""
+        params, generated = self._params, self._counts > 0
+        if repetition := params.repetition_penalty:
+            weaker = torch.where(row > 0, row / repetition, row * repetition)
+            row.copy_(torch.where(generated | self._in_prompt, weaker, row))
+        if presence := params.presence_penalty:
+            row -= presence * generated
+        if frequency := params.frequency_penalty:
+            row -= frequency * self._counts
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return (
+        bool(params.presence_penalty)
+        or bool(params.frequency_penalty)
+        or (params.repetition_penalty or 1.0) != 1.0
+    )
+
+
+def _optional_pairs(
+    bias: dict[int, float] | None, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if not bias:
+        return None
+    ids = torch.tensor(list(bias), dtype=torch.int64, device=device)
+    return ids, torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
+
+
+def _edit(logits: torch.Tensor, requests: Sequence[LlmRequest]) -> torch.Tensor:
+    """The logits themselves if no request changes them, else an edited copy."""
+    rows = [i for i, r in enumerate(requests) if LogitsEdits.wanted(r)]
+    if not rows:
+        return logits
+    edited = logits.clone()
+    for i in rows:
+        request = requests[i]
+        if request.edits is None:
+            request.edits = LogitsEdits(request, logits.shape[1], logits.device)
+        request.edits.apply(edited[i], request)
+    return edited
+
+
+def _error(best: float, request: LlmRequest) -> str | None:
+    if math.isfinite(best):
+        return None
+    what = "contain NaN" if math.isnan(best) else f"have {best} as their largest value"
+    return f"logits of request {request.request_id} {what}"
+
+
+def _draw(logits: torch.Tensor, requests: Sequence[LlmRequest]) -> torch.Tensor:
+    """One token per row, by inverse CDF over the filtered tokens in order of weight.
+
+    Args:
+        logits: fp32 [rows, vocab], edited.
+
+    Returns:
+        int64 [rows]. A row that is not finite gives some valid id.
+    """
+    vocab = logits.shape[1]
+    table = torch.tensor([_draw_params(r, vocab) for r in requests], dtype=torch.float64)
+    temperature, top_k, top_p, min_p, uniform = table.to(logits.device).unsqueeze(2).unbind(1)
+    weights, order = _weights(logits, temperature).sort(dim=-1, descending=True, stable=True)
+    weights *= torch.arange(vocab, device=logits.device) < top_k
+    ahead = weights.cumsum(-1) - weights  # of the tokens before each
+    weights *= ahead < top_p * weights.sum(-1, keepdim=True)
+    weights *= weights >= min_p * weights[:, :1]
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:]
+    # Rounding may lift the product to the total itself, which would be one past the last token.
+    target = torch.minimum((uniform * total).long(), total - 1).clamp_(min=0)
+    place = torch.searchsorted(cumulative, target, right=True).clamp_(max=vocab - 1)
+    return order.gather(1, place).squeeze(1)
+
+
+def _weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Probabilities over the row's largest as int64 [rows, vocab]; a row sums to below 2**62."""
+    one = 1 << (62 - logits.shape[1].bit_length())
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)).double().div_(temperature)
+    return scaled.exp_().mul_(one).nan_to_num_(0.0).long()
+
+
+def _draw_params(request: LlmRequest, vocab_size: int) -> tuple[float, float, float, float, float]:
+    """Temperature, top-k, top-p, min-p (neutral if not set) and the token's uniform number."""
+    params = request.sampling_params
+    assert params.temperature is not None
+    return (
+        params.temperature,
+        params.top_k or vocab_size,
+        params.top_p or 1.0,
+        params.min_p or 0.0,
+        uniform(params.seed, request.choice, len(request.output_token_ids)),
+    )
+
+
+def uniform(seed: int | None, choice: int, index: int) -> float:
+    """A number in [0, 1) that depends on nothing but its arguments.
+
+    Args:
+        seed: the request's, signed 64-bit.
+        choice: which of `n` siblings.
+        index: place of the token in the output.
+
+    Raises:
+        ValueError: no seed.
+    """
+    if seed is None:
+        raise ValueError("sampling needs a seed")
+    digest = hashlib.blake2b(struct.pack("<qqq", seed, choice, index), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _any_logprobs(requests: Sequence[LlmRequest]) -> bool:
+    return any(r.sampling_params.logprobs is not None for r in requests)
+
+
+def _sampled_logprobs(
+    logits: torch.Tensor, ids: torch.Tensor, requests: Sequence[LlmRequest]
+) -> dict[int, TokenLogprobs]:
+    """Row -> logprobs, for the rows that want them."""
+    wanted = {
+        i: r.sampling_params.logprobs
+        for i, r in enumerate(requests)
+        if r.sampling_params.logprobs is not None
+    }
+    if not wanted:
+        return {}
+    rows = list(wanted)
+    entries = _logprobs(logits[rows], ids[rows], list(wanted.values()))
+    return dict(zip(rows, entries, strict=True))
+
+
+def _logprobs(
+    logits: torch.Tensor, chosen: torch.Tensor, num_top: Sequence[int]
+) -> list[TokenLogprobs]:
+    """The chosen token, first, and the `num_top` most likely ones of each row of raw logits."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    chosen = chosen.unsqueeze(1)
+    own = logprobs.gather(1, chosen)
+    rank = (logprobs > own).sum(dim=-1, keepdim=True) + 1
+    top, top_ids = logprobs.topk(min(max(num_top), logits.shape[1]), dim=-1)
+    head = torch.cat((chosen.double(), own.double(), rank.double()), dim=1).tolist()
+    tail = torch.stack((top_ids.double(), top.double()), dim=2).tolist()
+    return [_entry(h, t[:k]) for h, t, k in zip(head, tail, num_top, strict=True)]
+
+
+def _entry(chosen: list[float], top: list[list[float]]) -> TokenLogprobs:
+    """`chosen` is [id, logprob, rank]; `top` has [id, logprob] in order."""
+    entry = {int(chosen[0]): Logprob(chosen[1], int(chosen[2]))}
+    for rank, (token, logprob) in enumerate(top, start=1):
+        entry.setdefault(int(token), Logprob(logprob, rank))
+    return entry
