@@ -1,5 +1,6 @@
 """Makes the tokenizer of the tiny GLM: byte-level BPE of 512 ids, special tokens last as in GLM-5.2."""
 
+import json
 from pathlib import Path
 
 from data import Example, render
@@ -72,3 +73,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> list[
 def save(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name that every release can load
+    path.write_text(json.dumps(config, indent=2) + "\n")

@@ -1,17 +1,89 @@
 """trtllm-serve: an OpenAI-compatible server for one model."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tensorrt_llm.commands import config_file
+from tensorrt_llm.llmapi.config_file import llm_args_from_cli_and_yaml
+from tensorrt_llm.llmapi.llm_args import LlmArgs
+from tensorrt_llm.llmapi.strict_model import StrictModel
 from tensorrt_llm.logger import LEVELS, set_level
 
 if TYPE_CHECKING:
     from tensorrt_llm.llmapi import LLM
+
+
+@dataclass(frozen=True)
+class EngineFlag:
+    """A flag that is an engine argument; `LlmArgs` owns its default, its meaning and its checks.
+
+    Args:
+        path: in `LlmArgs`, with dots into nested ones.
+        kind: type of the value; bool makes a flag without one.
+        names: as on the command line.
+    """
+
+    path: str
+    kind: type
+    names: tuple[str, ...]
+
+    def option(self) -> Callable[[Any], Any]:
+        text = f"{self._meaning()}  [default: {self.default}]"
+        kind: dict[str, Any] = {"is_flag": True} if self.kind is bool else {"type": self.kind}
+        return click.option(*self.names, self.parameter, default=None, help=text, **kind)
+
+    @property
+    def parameter(self) -> str:
+        """The path as the name of a Python parameter."""
+        return self.path.replace(".", "__")
+
+    @property
+    def default(self) -> object:
+        model, name = self._owner()
+        if name in model.model_fields:
+            return model.model_fields[name].default
+        return model.neutral_values[name][-1]
+
+    def _meaning(self) -> str:
+        model, name = self._owner()
+        if name in model.model_fields:
+            return model.model_fields[name].description or ""
+        return "For command lines of TensorRT-LLM; another value is refused."
+
+    def _owner(self) -> tuple[type[StrictModel], str]:
+        *above, name = self.path.split(".")
+        model: type[StrictModel] = LlmArgs
+        for step in above:
+            nested = model.model_fields[step].annotation
+            assert isinstance(nested, type) and issubclass(nested, StrictModel)
+            model = nested
+        return model, name
+
+
+ENGINE_FLAGS = (
+    EngineFlag("tokenizer", str, ("--tokenizer",)),
+    EngineFlag("tensor_parallel_size", int, ("--tp_size", "--tensor_parallel_size")),
+    EngineFlag("pipeline_parallel_size", int, ("--pp_size", "--pipeline_parallel_size")),
+    EngineFlag("context_parallel_size", int, ("--cp_size", "--context_parallel_size")),
+    EngineFlag("moe_expert_parallel_size", int, ("--ep_size", "--moe_expert_parallel_size")),
+    EngineFlag("gpus_per_node", int, ("--gpus_per_node",)),
+    EngineFlag("max_batch_size", int, ("--max_batch_size",)),
+    EngineFlag("max_num_tokens", int, ("--max_num_tokens",)),
+    EngineFlag("max_seq_len", int, ("--max_seq_len",)),
+    EngineFlag("max_beam_width", int, ("--max_beam_width",)),
+    EngineFlag("enable_chunked_prefill", bool, ("--enable_chunked_prefill",)),
+    EngineFlag(
+        "kv_cache_config.free_gpu_memory_fraction",
+        float,
+        ("--free_gpu_memory_fraction", "--kv_cache_free_gpu_memory_fraction"),
+    ),
+    EngineFlag("kv_cache_config.dtype", str, ("--kv_cache_dtype",)),
+    EngineFlag("backend", str, ("--backend",)),
+)
 
 # Names that TensorRT-LLM's command has and this one does not.
 UNSUPPORTED_FLAGS = frozenset(
@@ -51,7 +123,9 @@ UNSUPPORTED_FLAGS = frozenset(
         "--visual_gen_args",
     }
 )
-UNSUPPORTED_COMMANDS = frozenset({"disaggregated", "disaggregated_mpi_worker", "mm_embedding_serve"})
+UNSUPPORTED_COMMANDS = frozenset(
+    {"disaggregated", "disaggregated_mpi_worker", "mm_embedding_serve"}
+)
 
 
 class _DefaultGroup(click.Group):
@@ -81,107 +155,59 @@ def _unsupported(name: str) -> str:
     return f"TensorRT-LLM's {name} is not supported by this project yet"
 
 
-def _only_one(ctx: click.Context, option: click.Parameter, value: int) -> int:
-    if value != 1:
-        raise click.BadParameter(f"{value} is not supported by this project; it must be 1")
-    return value
+def _engine_flags(command: Callable[..., None]) -> Callable[..., None]:
+    for flag in reversed(ENGINE_FLAGS):  # decorators apply from the last to the first
+        command = flag.option()(command)
+    return command
 
 
 @click.group(cls=_DefaultGroup)
 def main() -> None:
     """Serve a model over OpenAI's API.
 
-    `trtllm-serve MODEL [flags]` is short for `trtllm-serve serve MODEL [flags]`, whose --help has the flags.
+    `trtllm-serve MODEL [flags]` is short for `trtllm-serve serve MODEL [flags]`, whose --help
+    has the flags.
     """
 
 
 @main.command(cls=_ServeCommand, context_settings={"show_default": True})
-@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("model")
 @click.option("--host", default="localhost", help="Address to listen on.")
-@click.option("--port", default=8000, type=click.IntRange(0, 65535), help="Port; 0 takes a free one.")
-@click.option("--served_model_name", help="What clients call the model. [default: MODEL's last part]")
-@click.option(
-    "--tokenizer",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Directory of the tokenizer. [default: MODEL]",
-)
+@click.option("--port", default=8000, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option("--served_model_name", help="What clients call the model.  [default: MODEL's name]")
 @click.option(
     "--chat_template",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Jinja file used instead of the tokenizer's chat template.",
+    help="File with the Jinja chat template to use.  [default: the tokenizer's]",
 )
 @click.option(
-    "--log_level", default="info", type=click.Choice(sorted(LEVELS)), help="Least severe level logged."
+    "--log_level",
+    default="info",
+    type=click.Choice(sorted(LEVELS)),
+    help="Least severe level that is logged.",
 )
 @click.option(
     "--config",
     "--extra_llm_api_options",
     "config",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="YAML file of LLM arguments; they win over the flags.",
+    type=click.Path(path_type=Path),
+    help="YAML file of LLM arguments, which win over the flags.  [default: none]",
 )
-@click.option("--backend", default="pytorch", type=click.Choice(["pytorch"]), help="The only one.")
-@click.option("--max_batch_size", default=2048, help="Most requests in one step.")
-@click.option("--max_num_tokens", default=8192, help="Most tokens in one step.")
-@click.option(
-    "--max_seq_len", type=int, help="Most tokens of a request, prompt included. [default: the model's]"
-)
-@click.option("--max_beam_width", default=1, callback=_only_one, help="There is no beam search.")
-@click.option(
-    "--tp_size", "--tensor_parallel_size", "tensor_parallel_size", default=1, help="Ranks (GPUs)."
-)
-@click.option(
-    "--pp_size",
-    "--pipeline_parallel_size",
-    "pipeline_parallel_size",
-    default=1,
-    callback=_only_one,
-    help="There is no pipeline parallelism.",
-)
-@click.option(
-    "--cp_size",
-    "--context_parallel_size",
-    "context_parallel_size",
-    default=1,
-    callback=_only_one,
-    help="There is no context parallelism.",
-)
-@click.option(
-    "--ep_size",
-    "--moe_expert_parallel_size",
-    "moe_expert_parallel_size",
-    default=1,
-    callback=_only_one,
-    help="There is no expert parallelism; each rank holds a slice of every expert.",
-)
-@click.option("--gpus_per_node", type=int, help="GPUs of one host. [default: those found]")
-@click.option(
-    "--free_gpu_memory_fraction",
-    "--kv_cache_free_gpu_memory_fraction",
-    "free_gpu_memory_fraction",
-    default=0.9,
-    help="Share of the memory left after loading that the KV cache takes.",
-)
-@click.option(
-    "--kv_cache_dtype", default="auto", type=click.Choice(["auto", "fp8"]), help="Type of the KV cache."
-)
-@click.option(
-    "--enable_chunked_prefill", is_flag=True, help="Split prompts longer than max_num_tokens."
-)
+@_engine_flags
 def serve(
-    model: Path,
+    model: str,
     host: str,
     port: int,
     served_model_name: str | None,
     chat_template: Path | None,
     log_level: str,
     config: Path | None,
-    **flags: Any,
+    **engine: Any,
 ) -> None:
     """Serve the checkpoint in directory MODEL (hub layout) over OpenAI's API."""
     set_level(log_level)
     try:
-        args = _llm_args(model, flags, config_file.load(config) if config else {})
+        args = llm_args_from_cli_and_yaml({"model": model, **_nested(engine)}, config)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
 
@@ -192,24 +218,24 @@ def serve(
         sock = launcher.bind(host, port)
     except OSError as error:
         raise click.ClickException(str(error)) from None
-    name = served_model_name or model.resolve().name
+    name = served_model_name or args.model.resolve().name
     template = chat_template.read_text() if chat_template else None
     sys.exit(launcher.serve(lambda: _load(args), sock, name, template))
 
 
-def _llm_args(model: Path, flags: Mapping[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `LLM`, checked: those of the flags, with the file's over them."""
-    own = {"backend", "max_beam_width", "free_gpu_memory_fraction", "kv_cache_dtype"}
-    args = {name: value for name, value in flags.items() if name not in own and value is not None}
-    args["model"] = model
-    args["kv_cache_config"] = {
-        "free_gpu_memory_fraction": flags["free_gpu_memory_fraction"],
-        "dtype": flags["kv_cache_dtype"],
-    }
-    return config_file.merged(args, file)
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"a__b": 1}` as `{"a": {"b": 1}}`."""
+    result: dict[str, Any] = {}
+    for flag in ENGINE_FLAGS:
+        *above, name = flag.path.split(".")
+        inner = result
+        for step in above:
+            inner = inner.setdefault(step, {})
+        inner[name] = values[flag.parameter]
+    return result
 
 
-def _load(args: Mapping[str, Any]) -> "LLM":
+def _load(args: LlmArgs) -> "LLM":
     from tensorrt_llm.llmapi import LLM
 
-    return LLM(**args)
+    return LLM(**args.model_dump(exclude_unset=True))

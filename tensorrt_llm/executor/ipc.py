@@ -24,7 +24,7 @@ class Sender:
 
     Args:
         address: where the receiver binds, `ipc://path` or `tcp://host:port`.
-        key: signs each batch (HMAC-SHA256), for addresses that other users can reach; empty for none.
+        key: signs each batch (HMAC-SHA256), for addresses that others can reach; empty for none.
     """
 
     def __init__(self, address: str, key: bytes = b"") -> None:

@@ -94,7 +94,11 @@ def worker_main(launch: RankLaunch, create_engine: CreateEngine | None = None) -
 
 
 def _run_engine(launch: RankLaunch, create_engine: CreateEngine, responses: Sender) -> None:
-    from tensorrt_llm._torch.distributed import destroy_process_group, init_process_group
+    from tensorrt_llm._torch.distributed import (
+        destroy_process_group,
+        init_process_group,
+        min_over_ranks,
+    )
 
     config = launch.config
     requests = Receiver(launch.request_addr) if config.mapping.rank == 0 else None
@@ -102,6 +106,7 @@ def _run_engine(launch: RankLaunch, create_engine: CreateEngine, responses: Send
         _set_device(config, launch.ranks_on_host)
         init_process_group(config.mapping, config.device, launch.init_method, COLLECTIVE_TIMEOUT_S)
         engine = create_engine(config, _receiver(requests), responses.send)
+        min_over_ranks(1, config.mapping)  # nobody is ready before everybody is
         if config.mapping.rank == 0:
             responses.send([engine.ready_message()])
         engine.run()

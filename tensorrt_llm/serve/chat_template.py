@@ -2,10 +2,10 @@
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tensorrt_llm.serve.errors import ApiError, short
+from tensorrt_llm.serve.errors import ApiError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,14 +21,14 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: list[dict[str, str]],
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
     ) -> str:
         """The prompt text.
 
         Raises:
-            ApiError: 400 when there is no template, it has no such variable, or it rejects the input.
+            ApiError: 400; there is no template, it has no such variable, or it rejects the input.
         """
         if self._source is None:
             raise ApiError(400, "the model has no chat template; start with --chat_template")
@@ -37,14 +37,16 @@ class ChatTemplate:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages),
+                    messages,
                     chat_template=self._source,
                     add_generation_prompt=add_generation_prompt,
                     tokenize=False,
                     **variables,
                 )
             )
-        except Exception as error:  # Jinja runs on the client's values, so any failure is about those
+        except (
+            Exception
+        ) as error:  # Jinja runs on the client's values, so any failure is about those
             raise ApiError(
                 400, f"the chat template does not accept the messages: {error}", param="messages"
             ) from None
@@ -54,6 +56,6 @@ class ChatTemplate:
         if name in self._reserved or not name.isidentifier() or not used:
             raise ApiError(
                 400,
-                f"chat_template_kwargs has {short(name)}, which is no variable of the chat template",
+                f"chat_template_kwargs.{name} is no variable of the chat template",
                 param=f"chat_template_kwargs.{name}",
             )

@@ -1,7 +1,7 @@
 """How a request body is read: each field is served, refused by name, or known to have no effect.
 
 A served field is a field of the pydantic model; every other name a client may send stands in the
-model's `UNSERVED` table. A name that is in neither place is an error, so nothing is dropped silently.
+model's `UNSERVED` table. A name in neither place is an error, so nothing is dropped silently.
 """
 
 from collections.abc import Mapping
@@ -37,6 +37,7 @@ class Inert:
     reason: str
 
 
+Unserved = dict[str, Refused | Inert]
 Account = Served | Refused | Inert
 
 
@@ -44,14 +45,14 @@ class RequestModel(BaseModel):
     """A JSON object of a request: exact types, no unknown names, null means absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    UNSERVED: ClassVar[Mapping[str, Refused | Inert]] = {}
+    UNSERVED: ClassVar[Unserved] = {}
 
     @classmethod
     @cache
     def accounts(cls) -> dict[str, Account]:
         """Every name this object may hold and what becomes of it."""
         served = {name: Served(f.description or "") for name, f in cls.model_fields.items()}
-        return served | dict(cls.UNSERVED)
+        return {**served, **cls.UNSERVED}
 
     @model_validator(mode="before")
     @classmethod
@@ -97,7 +98,9 @@ def _problem(error: Mapping[str, Any]) -> str:
         case "json_invalid":
             return f"is not JSON: {error['ctx']['error']}"
         case "dict_type" | "model_type" | "model_attributes_type":
-            return f"is {short(error['input'])}; it must be a JSON object (sent as application/json)"
+            return (
+                f"is {short(error['input'])}; it must be a JSON object (sent as application/json)"
+            )
     message = error["msg"].removeprefix("Value error, ")
     return f"is {short(error['input'])}; {message[0].lower()}{message[1:]}"
 

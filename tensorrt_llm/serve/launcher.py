@@ -56,7 +56,7 @@ def serve(
     code = asyncio.run(_serve(host, OpenAIServer(host, model_name, chat_template), sock))
     host.shutdown()
     if host.loader is not None and host.loader.is_alive():
-        # The loading thread cannot be interrupted. Its ranks end by themselves when this process has.
+        # The loading thread cannot be interrupted. Its ranks end when they see this process gone.
         sys.stderr.flush()
         os._exit(code)
     return code

@@ -18,7 +18,7 @@ class TokenTexts:
         self.bytes = lru_cache(maxsize=65536)(self._bytes)
 
     def text(self, token: int) -> str:
-        """The token as text; `bytes:\\xe2\\x82` when it is not whole characters, as in OpenAI's API."""
+        """The token as text, or OpenAI's `bytes:\\xe2\\x82` when it is not whole characters."""
         raw = self.bytes(token)
         try:
             return raw.decode()
@@ -26,7 +26,7 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def _bytes(self, token: int) -> bytes:
-        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        text = str(self._tokenizer.decode([token], skip_special_tokens=False))
         if "\N{REPLACEMENT CHARACTER}" not in text:
             return text.encode()
         piece = self._tokenizer.convert_ids_to_tokens(token)

@@ -31,19 +31,25 @@ class ServerMetrics:
     """
 
     def __init__(self, engine_stats: "Callable[[], EngineStats | None]") -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine_stats))
         self.time_to_first_token = self._histogram(
-            "time_to_first_token", "From the request's arrival to a choice's first token", _TTFT_BUCKETS
+            "time_to_first_token",
+            "From the request's arrival to a choice's first token",
+            _TTFT_BUCKETS,
         )
         self.inter_token_latency = self._histogram(
             "inter_token_latency", "Between a choice's tokens after its first one", _ITL_BUCKETS
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests")
         self.generation_tokens = self._counter("generation_tokens", "Tokens sent to clients")
-        self.finished = self._counter("requests_finished", "Sequences by how they ended", ["reason"])
-        for reason in FINISH_REASONS:  # series exist from the start, so that rates see the first event
+        self.finished = self._counter(
+            "requests_finished", "Sequences by how they ended", ["reason"]
+        )
+        for (
+            reason
+        ) in FINISH_REASONS:  # series exist from the start, so that rates see the first event
             self.finished.labels(reason)
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:

@@ -1,16 +1,16 @@
 """The request bodies of OpenAI's API, with TensorRT-LLM's extensions.
 
-The models declare what is served. `UNSERVED` of each model accounts for every other field of OpenAI's
-schema and TensorRT-LLM's extensions. docs/server.md is generated from both.
+The models declare what is served. `UNSERVED` of each model accounts for every other field of
+OpenAI's schema and TensorRT-LLM's extensions. docs/server.md is generated from both.
 """
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from tensorrt_llm.sampling_params import SamplingParams
-from tensorrt_llm.serve.fields import Inert, Refused, RequestModel, field_error
+from tensorrt_llm.serve.fields import Inert, Refused, RequestModel, Unserved, field_error
 
 MAX_CHOICES = 128  # n, as in OpenAI's API
 MAX_TOP_LOGPROBS = 20  # as in OpenAI's chat API
@@ -50,12 +50,22 @@ def _prompts(value: object) -> list[str | list[int]]:
 
 Prompts = Annotated[
     list[str | list[int]],
-    PlainValidator(
-        _prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
-    ),
+    PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
 ]
-Stops = Annotated[
-    list[str], BeforeValidator(_text_to_list, json_schema_input_type=str | list[str])
+Stops = Annotated[list[str], BeforeValidator(_text_to_list, json_schema_input_type=str | list[str])]
+
+
+def _token_id_keys(value: object) -> object:
+    """JSON's keys are text."""
+    if not isinstance(value, dict):
+        return value
+    if not all(key.isascii() and key.isdecimal() and len(key) < 10 for key in value):
+        raise ValueError("its keys must be token ids")
+    return {int(key): bias for key, bias in value.items()}
+
+
+LogitBias = Annotated[
+    dict[int, float], BeforeValidator(_token_id_keys, json_schema_input_type=dict[str, float])
 ]
 
 
@@ -63,13 +73,13 @@ class StreamOptions(RequestModel):
     """How a stream ends."""
 
     include_usage: bool | None = Field(None, description="send the token counts in a last chunk")
-    UNSERVED: ClassVar[Mapping[str, Refused | Inert]] = {
+    UNSERVED: ClassVar[Unserved] = {
         "include_obfuscation": Inert("chunks are never padded"),
         "continuous_usage_stats": Refused("usage comes once, in the last chunk", (False,)),
     }
 
 
-class SamplingRequest(RequestModel):
+class SamplingRequest(RequestModel, ABC):
     """What both kinds of generation have in common."""
 
     model: str = Field(description="name of the served model; any other is a 404")
@@ -84,9 +94,7 @@ class SamplingRequest(RequestModel):
     presence_penalty: float | None = Field(None, description="-2 to 2; default 0")
     frequency_penalty: float | None = Field(None, description="-2 to 2; default 0")
     repetition_penalty: float | None = Field(None, description="above 0; default 1")
-    logit_bias: dict[str, float] | None = Field(
-        None, description="token id -> value added to its logit"
-    )
+    logit_bias: LogitBias | None = Field(None, description="token id -> value added to its logit")
     max_tokens: int | None = Field(None, ge=1, description="most tokens to generate")
     min_tokens: int | None = Field(None, description="no end before this many tokens; default 0")
     stop: Stops | None = Field(None, description="text or list of texts that end the answer")
@@ -122,6 +130,7 @@ class SamplingRequest(RequestModel):
         "presence_penalty",
         "frequency_penalty",
         "repetition_penalty",
+        "logit_bias",
         "max_tokens",
         "min_tokens",
         "stop",
@@ -133,7 +142,7 @@ class SamplingRequest(RequestModel):
         "truncate_prompt_tokens",
     }
 
-    UNSERVED: ClassVar[Mapping[str, Refused | Inert]] = {
+    UNSERVED: ClassVar[Unserved] = {
         "user": Inert(_FOR_OPENAI),
         "response_format": Refused("output is not constrained", ({"type": "text"},)),
         "use_beam_search": Refused(_NO_BEAMS, (False,)),
@@ -166,19 +175,11 @@ class SamplingRequest(RequestModel):
     def sampling_params(self) -> SamplingParams:
         """What the engine is asked for; raises ValueError naming a field out of its range."""
         given = self.model_dump(include=self._SAMPLING, exclude_none=True)
-        bias = self.logit_bias and {_token_id(k): v for k, v in self.logit_bias.items()}
-        return SamplingParams(
-            **{"temperature": 1.0, "logit_bias": bias} | given | self._own_sampling()
-        )
+        return SamplingParams(**{"temperature": 1.0} | given | self._own_sampling())
 
+    @abstractmethod
     def _own_sampling(self) -> dict[str, Any]:
-        raise TypeError(f"{type(self).__name__} must say how it maps onto SamplingParams")
-
-
-def _token_id(key: str) -> int:
-    if not key.isdecimal() or not key.isascii() or len(key) > 9:
-        raise ValueError(f"logit_bias has the key {key[:40]!r}; keys must be token ids")
-    return int(key)
+        """The parameters that the two endpoints spell or default differently."""
 
 
 class CompletionRequest(SamplingRequest):
@@ -200,7 +201,8 @@ class CompletionRequest(SamplingRequest):
         None, description="let the tokenizer add its special tokens to a text prompt; default true"
     )
 
-    UNSERVED: ClassVar[Mapping[str, Refused | Inert]] = SamplingRequest.UNSERVED | {
+    UNSERVED: ClassVar[Unserved] = {
+        **SamplingRequest.UNSERVED,
         "suffix": Refused("text is only continued, not filled in"),
         "return_context_logits": Refused("logits do not leave the engine", (False,)),
     }
@@ -231,10 +233,15 @@ class TextPart(RequestModel):
 
     type: Literal["text"] = Field(description="`text`")
     text: str = Field(description="the text")
-    UNSERVED: ClassVar[Mapping[str, Refused | Inert]] = {
-        name: Refused(_TEXT_ONLY)
-        for name in ("image_url", "input_audio", "file", "video_url", "audio_url", "refusal")
-    } | {"prompt_cache_breakpoint": Inert(_FOR_OPENAI)}
+    UNSERVED: ClassVar[Unserved] = {
+        "image_url": Refused(_TEXT_ONLY),
+        "input_audio": Refused(_TEXT_ONLY),
+        "audio_url": Refused(_TEXT_ONLY),
+        "video_url": Refused(_TEXT_ONLY),
+        "file": Refused(_TEXT_ONLY),
+        "refusal": Refused(_TEXT_ONLY),
+        "prompt_cache_breakpoint": Inert(_FOR_OPENAI),
+    }
 
 
 def _text_to_parts(value: object) -> object:
@@ -255,7 +262,7 @@ class Message(RequestModel):
     content: Content | None = Field(
         None, description="text or a list of `{type: text, text}`; null only for the assistant"
     )
-    UNSERVED: ClassVar[Mapping[str, Refused | Inert]] = {
+    UNSERVED: ClassVar[Unserved] = {
         "name": Inert("chat templates know roles, not names"),
         "refusal": Refused(_TEXT_ONLY),
         "audio": Refused(_TEXT_ONLY),
@@ -295,30 +302,34 @@ class ChatCompletionRequest(SamplingRequest):
         None, description="variables for the chat template; unknown ones are a 400"
     )
 
-    UNSERVED: ClassVar[Mapping[str, Refused | Inert]] = (
-        SamplingRequest.UNSERVED
-        | {name: Inert(_FOR_OPENAI) for name in ("metadata", "store", "service_tier")}
-        | {name: Inert(_FOR_OPENAI) for name in ("safety_identifier", "prompt_cache_key")}
-        | {name: Inert(_FOR_OPENAI) for name in ("prompt_cache_retention", "prompt_cache_options")}
-        | {name: Refused(_TEXT_ONLY) for name in ("audio", "web_search_options", "moderation")}
-        | {
-            "tools": Refused(_NO_TOOLS, ([],)),
-            "tool_choice": Refused(_NO_TOOLS, ("none",)),
-            "functions": Refused(_NO_TOOLS, ([],)),
-            "function_call": Refused(_NO_TOOLS, ("none",)),
-            "parallel_tool_calls": Inert("there are no tool calls"),
-            "modalities": Refused(_TEXT_ONLY, (["text"],)),
-            "prediction": Refused("predicted outputs are not used"),
-            "reasoning_effort": Refused("use chat_template_kwargs for what the template offers"),
-            "verbosity": Refused("the model has no such setting"),
-            "documents": Refused("put them into the messages", ([],)),
-            "chat_template": Refused("start the server with --chat_template instead"),
-            "prompt_token_ids": Refused("POST token ids to /v1/completions"),
-            "prompt_token_ids_b64": Refused("POST token ids to /v1/completions"),
-            "detokenize": Refused("a chat answer is text", (True,)),
-            "add_special_tokens": Refused("the chat template writes them", (False,)),
-        }
-    )
+    UNSERVED: ClassVar[Unserved] = {
+        **SamplingRequest.UNSERVED,
+        "metadata": Inert(_FOR_OPENAI),
+        "store": Inert(_FOR_OPENAI),
+        "service_tier": Inert(_FOR_OPENAI),
+        "safety_identifier": Inert(_FOR_OPENAI),
+        "prompt_cache_key": Inert(_FOR_OPENAI),
+        "prompt_cache_retention": Inert(_FOR_OPENAI),
+        "prompt_cache_options": Inert(_FOR_OPENAI),
+        "parallel_tool_calls": Inert("there are no tool calls"),
+        "tools": Refused(_NO_TOOLS, ([],)),
+        "tool_choice": Refused(_NO_TOOLS, ("none",)),
+        "functions": Refused(_NO_TOOLS, ([],)),
+        "function_call": Refused(_NO_TOOLS, ("none",)),
+        "modalities": Refused(_TEXT_ONLY, (["text"],)),
+        "audio": Refused(_TEXT_ONLY),
+        "web_search_options": Refused("the server reads nothing from the web"),
+        "moderation": Refused("answers are not moderated"),
+        "prediction": Refused("predicted outputs are not used"),
+        "reasoning_effort": Refused("use chat_template_kwargs for what the template offers"),
+        "verbosity": Refused("the model has no such setting"),
+        "documents": Refused("put them into the messages", ([],)),
+        "chat_template": Refused("start the server with --chat_template instead"),
+        "prompt_token_ids": Refused("POST token ids to /v1/completions"),
+        "prompt_token_ids_b64": Refused("POST token ids to /v1/completions"),
+        "detokenize": Refused("a chat answer is text", (True,)),
+        "add_special_tokens": Refused("the chat template writes them", (False,)),
+    }
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:

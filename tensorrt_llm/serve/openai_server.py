@@ -1,7 +1,7 @@
 """The HTTP endpoints: OpenAI's, and what operations need."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Depends, FastAPI, Request
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from tensorrt_llm.llmapi import LLM
 
 
+Endpoint = Callable[..., Awaitable[Response]]
+
+
 class OpenAIServer:
     """One model behind OpenAI's API.
 
@@ -62,22 +65,22 @@ class OpenAIServer:
 
     def _build_app(self) -> FastAPI:
         app = FastAPI(title="trtllm-serve", version=__version__)
-        for path, endpoint in {
+        operations: dict[str, Endpoint] = {
             "/health": self.health,
             "/version": self.version,
             "/metrics": self.metrics,
             "/v1/models": self.models,
             "/v1/models/{name:path}": self.model,
-        }.items():
-            app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
-        for path, endpoint in {
+        }
+        generations: dict[str, Endpoint] = {
             "/v1/completions": self.completions,
             "/v1/chat/completions": self.chat_completions,
-        }.items():
-            ready = [Depends(self._require_ready)]  # before the body is looked at
-            app.add_api_route(
-                path, endpoint, methods=["POST"], response_model=None, dependencies=ready
-            )
+        }
+        ready = [Depends(self._require_ready)]  # asked before the body is looked at
+        for path, endpoint in operations.items():
+            app.get(path, response_model=None)(endpoint)
+        for path, endpoint in generations.items():
+            app.post(path, response_model=None, dependencies=ready)(endpoint)
         app.add_exception_handler(ApiError, answer_error)
         app.add_exception_handler(RequestValidationError, answer_invalid_body)
         app.add_exception_handler(HTTPException, answer_http_error)
@@ -156,7 +159,9 @@ class OpenAIServer:
                 code="model_not_found",
             )
 
-    def _submit(self, llm: "LLM", body: SamplingRequest, prompts: Sequence[str | list[int]]) -> Generation:
+    def _submit(
+        self, llm: "LLM", body: SamplingRequest, prompts: Sequence[str | list[int]]
+    ) -> Generation:
         arrival = time.perf_counter()
         outputs = []
         try:

@@ -26,9 +26,7 @@ class EventStream(StreamingResponse):
         close: called when the last event is sent or the client has left, whatever comes first.
     """
 
-    def __init__(
-        self, chunks: AsyncIterator[dict[str, Any]], close: Callable[[], None]
-    ) -> None:
+    def __init__(self, chunks: AsyncIterator[dict[str, Any]], close: Callable[[], None]) -> None:
         super().__init__(
             _events(chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
@@ -57,7 +55,7 @@ def _event(chunk: dict[str, Any]) -> str:
 async def unless_disconnected(
     request: Request, work: Coroutine[Any, Any, dict[str, Any]]
 ) -> Response:
-    """The result of `work` as JSON; `work` is cancelled when the client leaves before it is done."""
+    """The result of `work` as JSON; `work` is cancelled when the client leaves before its end."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(request))
     try:

@@ -7,7 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tensorrt_llm._torch.modules.linear import Linear, TensorParallelMode, empty_parameter, shard_range
+from tensorrt_llm._torch.modules.linear import (
+    Linear,
+    TensorParallelMode,
+    empty_parameter,
+    shard_range,
+)
 from tensorrt_llm._torch.modules.rms_norm import RMSNorm
 from tensorrt_llm._torch.modules.rotary_embedding import apply_rotary
 from tensorrt_llm._torch.modules.weight_spec import WeightSpec

@@ -51,23 +51,27 @@ class PyTorchModelEngine:
 
     def _forward_eager(self, batch: "ScheduledRequests") -> torch.Tensor:
         metadata, tokens, gather = self.attn_metadata, [], []
-        metadata.request_ids, metadata.seq_lens, cached = [], [], metadata.kv_cache_params.num_cached_tokens_per_seq
-        cached.clear()
-        metadata.num_contexts = len(batch.context_requests)
+        self._clear_sequences(len(batch.context_requests))
         for request in batch.context_requests:
             start = request.num_computed_tokens
             chunk = request.prompt_token_ids[start : start + request.chunk_len]
-            gather += range(len(tokens), len(tokens) + len(chunk)) if batch.context_logits_needed else ()
+            first = len(tokens) if batch.context_logits_needed else len(tokens) + len(chunk) - 1
+            gather += range(first, len(tokens) + len(chunk))
             tokens += chunk
             self._add_sequence(request.request_id, len(chunk), start)
-            gather += () if batch.context_logits_needed else (len(tokens) - 1,)
         for request in batch.generation_requests:
             gather.append(len(tokens))
             tokens.append(request.last_token)
             self._add_sequence(request.request_id, 1, request.num_computed_tokens)
-        metadata.prepare()
+        # A decode step has the graphs' shapes also when it runs eagerly, so that both give the same bits.
+        metadata.prepare(static_width=self.device.type == "cuda" and not batch.context_requests)
         gather_ids = None if len(gather) == len(tokens) else self._upload(gather)
         return self.model(metadata, self._upload(tokens), metadata.position_ids, gather_ids)
+
+    def _clear_sequences(self, num_contexts: int) -> None:
+        self.attn_metadata.num_contexts = num_contexts
+        self.attn_metadata.request_ids, self.attn_metadata.seq_lens = [], []
+        self.attn_metadata.kv_cache_params.num_cached_tokens_per_seq = []
 
     def _add_sequence(self, request_id: int, seq_len: int, num_cached: int) -> None:
         self.attn_metadata.request_ids.append(request_id)

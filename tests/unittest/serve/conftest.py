@@ -8,11 +8,12 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from helpers.fake_llm import MODEL, FakeLLM, wait_for
 
 from tensorrt_llm.serve.engine_host import EngineHost
 from tensorrt_llm.serve.launcher import bind
 from tensorrt_llm.serve.openai_server import OpenAIServer
-from tests.unittest.serve.fake_llm import MODEL, FakeLLM, wait_for
+
 
 @pytest.fixture(scope="session")
 def served() -> Iterator[tuple[FakeLLM, str]]:

@@ -5,9 +5,9 @@ import json
 import httpx
 import openai
 import pytest
+from helpers.fake_llm import MAX_SEQ_LEN, MODEL, FakeLLM, FakeStats, wait_for
 
 from tensorrt_llm.version import __version__
-from tests.unittest.serve.fake_llm import MAX_SEQ_LEN, MODEL, FakeLLM, FakeStats, wait_for
 
 CANCELLED = 'trtllm_requests_finished_total{reason="cancelled"}'
 FAILED = 'trtllm_requests_finished_total{reason="failed"}'
@@ -243,9 +243,7 @@ def test_unknown_paths_and_methods_have_openai_errors(http: httpx.Client) -> Non
     assert http.get("/v1/completions").status_code == 405
 
 
-def test_a_prompt_that_does_not_fit_gives_up_its_siblings(
-    http: httpx.Client, llm: FakeLLM
-) -> None:
+def test_a_prompt_that_does_not_fit_gives_up_its_siblings(http: httpx.Client, llm: FakeLLM) -> None:
     http.post("/v1/completions", json={"model": MODEL, "prompt": ["ok", "x" * 100]})
     assert [output.aborted for output in llm.outputs] == [True]
 

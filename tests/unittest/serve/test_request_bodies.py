@@ -4,15 +4,15 @@ import json
 from typing import Any
 
 import httpx
+from helpers.fake_llm import MODEL
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tensorrt_llm.serve.fields import RequestModel
 from tensorrt_llm.serve.openai_protocol import ChatCompletionRequest, CompletionRequest
-from tests.unittest.serve.fake_llm import MODEL
 
 SETTINGS = settings(
-    max_examples=150,
+    max_examples=100,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -86,7 +86,7 @@ def test_chat_bodies(http: httpx.Client, body: object) -> None:
     check(http, "/v1/chat/completions", body)
 
 
-@SETTINGS
+@settings(SETTINGS, max_examples=30)
 @given(content=st.binary(max_size=50), kind=st.sampled_from(["application/json", "text/plain", ""]))
 def test_bodies_of_bytes(http: httpx.Client, content: bytes, kind: str) -> None:
     response = http.post("/v1/completions", content=content, headers={"content-type": kind})

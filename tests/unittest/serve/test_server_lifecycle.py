@@ -9,14 +9,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import PIPE
 
 import httpx
 import pytest
+from helpers.fake_llm import MODEL, wait_for
 
-from tests.unittest.serve.fake_llm import MODEL, wait_for
-
-ROOT = Path(__file__).parents[3]
+TESTS = Path(__file__).parents[2]
 REQUEST = {"model": MODEL, "prompt": "hi", "max_tokens": 5000}
+
+
+def command(port: int, behaviour: str) -> list[str]:
+    return [sys.executable, "-m", "helpers.fake_server", str(port), behaviour]
 
 
 class Server:
@@ -26,9 +30,8 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        command = [sys.executable, "-m", "tests.unittest.serve.fake_server", str(port), behaviour]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command(port, behaviour), cwd=TESTS, stdout=PIPE, stderr=subprocess.STDOUT, text=True
         )
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10)
         wait_for(self._answers, seconds=30)
@@ -147,8 +150,9 @@ def test_a_dead_engine_ends_the_process_after_telling_everyone(server: Server) -
 
 @pytest.mark.parametrize("server", ["slow"], indirect=True)
 def test_a_taken_port_is_an_error_at_once(server: Server) -> None:
-    port = str(server.http.base_url.port)
-    command = [sys.executable, "-m", "tests.unittest.serve.fake_server", port, "slow"]
-    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    port = server.http.base_url.port or 0
+    second = subprocess.run(
+        command(port, "slow"), cwd=TESTS, capture_output=True, text=True, timeout=30
+    )
     assert second.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in second.stderr

@@ -71,7 +71,7 @@ def test_draw_inverts_transformers_distribution(
     seed: int, temperature: float, top_k: int, top_p: float, min_p: float, index: int
 ) -> None:
     logits = random_logits(seed % 1000)
-    params = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    params = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     request = make_request(output=[0] * index, seed=seed, **params)
     (token,) = sample(logits, request)
     if top_k == 1:
@@ -81,7 +81,7 @@ def test_draw_inverts_transformers_distribution(
     order = logits[0].argsort(descending=True, stable=True).tolist()
     ahead = sum(probabilities[t].item() for t in order[: order.index(token)])
     u = uniform(seed, 0, index)
-    # 1e-6: transformers rounds top_p's running sum, so it may cut one token of that weight differently.
+    # 1e-6: transformers rounds the running sum, so it may cut a token of that weight differently.
     assert probabilities[token] > 0
     assert ahead - 1e-6 <= u <= ahead + probabilities[token].item() + 1e-6
 
@@ -175,7 +175,7 @@ def test_penalties_and_bias(
 
 def test_neutral_penalties_change_nothing() -> None:
     logits = random_logits(4)
-    neutral = dict(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+    neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     request = make_request(output=[1, 1, 2], logit_bias={}, **neutral)
     assert sample(logits, request) == [int(logits.argmax())]
     assert request.edits is None
@@ -232,13 +232,7 @@ def test_prompt_logprobs() -> None:
         TorchSampler().prompt_logprobs(logits, following, 2)
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (math.nan, "logits of request 7 contain NaN"),
-        (math.inf, "logits of request 7 have inf as their largest value"),
-    ],
-)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(
     "params",
     [
@@ -248,13 +242,26 @@ def test_prompt_logprobs() -> None:
         {"logprobs": 2},
     ],
 )
-def test_a_broken_row_fails_alone(value: float, message: str, params: dict) -> None:
+def test_a_broken_row_fails_alone(value: float, params: dict) -> None:
     logits = random_logits(7, rows=3)
     logits[1, 5] = value  # where min_tokens puts its mask
-    broken = make_request(**params)
-    result = TorchSampler().sample(logits, [make_request(), broken, make_request()])
-    assert [r.error for r in result] == [None, message, None]
-    assert result[2].token_id == int(logits[2].argmax())
+    requests = [make_request(), make_request(**params), make_request()]
+    first, broken, last = TorchSampler().sample(logits, requests)
+    assert broken.error is not None
+    assert first.error is None and last == (int(logits[2].argmax()), None, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (math.nan, "logits of request 7 contain NaN"),
+        (math.inf, "logits of request 7 have inf as their largest value"),
+    ],
+)
+def test_errors_say_what_is_wrong(value: float, message: str) -> None:
+    logits = random_logits(7)
+    logits[0, 2] = value
+    assert TorchSampler().sample(logits, [make_request()])[0].error == message
 
 
 def test_a_row_without_any_possible_token_fails() -> None:
@@ -274,19 +281,12 @@ def test_masked_tokens_are_never_drawn() -> None:
 def test_gpu_draws_what_the_cpu_draws() -> None:
     rows, vocab = 32, 154_880
     logits = random_logits(9, rows, vocab)
-    requests = [
-        make_request(temperature=0.2 + 0.1 * i, seed=i, top_p=0.95, top_k=50 * (i % 3), min_p=0.01)
-        for i in range(rows)
-    ]
-    requests[3] = make_request(logprobs=5, min_tokens=2)
-    assert sample(logits.cuda(), *requests[:3]) == sample(logits, *requests[:3])
-    for request in requests:
-        request.edits = None
-    assert sample(logits.cuda(), *requests) == sample(
-        logits, *[make_request(**vars_of(r)) for r in requests]
-    )
 
+    def requests() -> list[LlmRequest]:
+        drawing = {"top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1, "logit_bias": {5: 2.0}}
+        return [
+            make_request(temperature=0.2 + 0.1 * i, seed=i, top_k=50 * (i % 3), **drawing)
+            for i in range(rows - 1)
+        ] + [make_request(logprobs=5, min_tokens=2)]
 
-def vars_of(request: LlmRequest) -> dict:
-    p = request.sampling_params
-    return dict(temperature=p.temperature, seed=p.seed, top_p=p.top_p, top_k=p.top_k, min_p=p.min_p)
+    assert sample(logits.cuda(), *requests()) == sample(logits, *requests())

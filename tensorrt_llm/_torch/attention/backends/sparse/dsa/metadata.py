@@ -5,7 +5,11 @@ from dataclasses import dataclass
 import torch
 
 from tensorrt_llm._torch.attention.backends.interface import AttentionMetadata, KVCacheManager
-from tensorrt_llm._torch.attention.backends.sparse.dsa.cache_manager import INDEX_KEY, KEY, DSACacheLayout
+from tensorrt_llm._torch.attention.backends.sparse.dsa.cache_manager import (
+    INDEX_KEY,
+    KEY,
+    DSACacheLayout,
+)
 from tensorrt_llm._torch.attention.backends.sparse.dsa.params import DSAParams
 from tensorrt_llm._torch.custom_ops.sparse_mla import absence_bias
 

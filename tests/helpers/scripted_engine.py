@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from helpers.engine import executor_config
 from tensorrt_llm import SamplingParams
 from tensorrt_llm._torch.pyexecutor.config import ExecutorConfig
 from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import (
@@ -16,45 +17,24 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import (
 )
 from tensorrt_llm._torch.pyexecutor.llm_request import LlmRequest
 from tensorrt_llm._torch.pyexecutor.messages import (
+    CancelRequest,
     EngineStats,
     FinishReason,
     LlmResponse,
     NewRequest,
+    Shutdown,
     TokenLogprobs,
 )
 from tensorrt_llm._torch.pyexecutor.py_executor import Outgoing, PyExecutor
-from tensorrt_llm._torch.pyexecutor.sampler import TorchSampler
+from tensorrt_llm._torch.pyexecutor.sampler import SampledToken, TorchSampler
 from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests
 from tensorrt_llm.mapping import Mapping
 
 VOCAB = 32
-EOS = 31
 
 Rule = Callable[[Sequence[int]], torch.Tensor]
 
-CONFIG = ExecutorConfig(
-    model=Path("scripted"),
-    device="cpu",
-    dtype="float32",
-    mapping=Mapping(),
-    load_format="dummy",
-    latent_norm_eps=None,
-    kv_cache_dtype="auto",
-    tokens_per_block=4,
-    kv_cache_max_tokens=None,
-    free_gpu_memory_fraction=0.9,
-    max_batch_size=4,
-    max_num_tokens=16,
-    max_seq_len=None,
-    enable_chunked_prefill=True,
-    cuda_graph_batch_sizes=(),
-    disable_overlap_scheduler=True,
-    attn_backend="TRTLLM",
-    modeling_v2="off",
-    stop_tokenizer=None,
-    num_threads=1,
-    iter_perf_stats=False,
-)
+CONFIG = executor_config(Path("scripted"), tokens_per_block=4, max_batch_size=4, max_num_tokens=16)
 
 
 def random_rule(history: Sequence[int]) -> torch.Tensor:
@@ -64,7 +44,7 @@ def random_rule(history: Sequence[int]) -> torch.Tensor:
 
 
 class ScriptedModel:
-    """Writes token ids into the pages of both roles and applies a rule to what it reads back from there.
+    """Writes token ids into the pages of both roles and applies a rule to what it reads back.
 
     So a wrong block, a shared block, a gap between chunks or a wrong position changes the tokens.
     """
@@ -217,3 +197,38 @@ def greedy_tokens(prompt: Sequence[int], count: int, rule: Rule = random_rule) -
     for _ in range(count):
         history.append(int(rule(history).argmax()))
     return history[len(prompt) :]
+
+
+def serve_two_requests(mapping: Mapping) -> tuple[list, list[int], int]:
+    """One of several ranks: serves two requests, one of which is cancelled.
+
+    Returns:
+        (the steps taken, tokens sampled for request 0, responses sent).
+    """
+    requests = [NewRequest(i, [3, 1, 4, 1, 5], SamplingParams(max_tokens=4 + i)) for i in range(2)]
+    script = [[], requests, [], [CancelRequest(1)], [], [Shutdown()]]
+    sent: list = []
+
+    def receive(block: bool) -> list:
+        assert mapping.rank == 0
+        return script.pop(0)
+
+    engine = Engine(mapping=mapping, receive=receive, send=sent.extend)
+    sampler = RecordingSampler()
+    engine.executor.sampler = sampler
+    engine.executor.run()
+    return engine.model.steps, sampler.tokens, sum(isinstance(m, LlmResponse) for m in sent)
+
+
+class RecordingSampler(TorchSampler):
+    """Remembers the tokens of request 0."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def sample(self, logits: torch.Tensor, requests: Sequence[LlmRequest]) -> list[SampledToken]:
+        result = super().sample(logits, requests)
+        self.tokens += [
+            t.token_id for t, r in zip(result, requests, strict=True) if r.request_id == 0
+        ]
+        return result

@@ -36,7 +36,6 @@ BASE: dict[str, Any] = {
     "v_head_dim": 32,
     "head_dim": 24,
     "num_attention_heads": 4,
-    "num_key_value_heads": 4,
     "num_hidden_layers": 8,
     "n_group": 1,
     "topk_group": 1,
@@ -87,6 +86,7 @@ def hub_config(overrides: dict[str, Any]) -> dict[str, Any]:
     config.setdefault(
         "indexer_types", ["full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(layers)]
     )
+    config["num_key_value_heads"] = config["num_attention_heads"]
     dense = config["first_k_dense_replace"]
     config["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (layers - dense)
     config["layer_types"] = ["deepseek_sparse_attention"] * layers

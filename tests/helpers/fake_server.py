@@ -1,15 +1,15 @@
-"""A server process with the scripted LLM: `python fake_server.py PORT loading|failing|dying|slow`."""
+"""A server process with the scripted LLM: `python -m helpers.fake_server PORT BEHAVIOUR`."""
 
 import sys
 import threading
 import time
 
+from helpers.fake_llm import MODEL, FakeLLM
 from tensorrt_llm.serve import launcher
-from tests.unittest.serve.fake_llm import MODEL, FakeLLM
 
 
 def load() -> FakeLLM:
-    """`loading` never ends, `failing` raises, `dying` dies in its first request, `slow` takes long ones."""
+    """Behaves as told: `loading` forever, `failing` to load, `dying` in a request, or `slow`."""
     behaviour = sys.argv[2]
     if behaviour == "loading":
         time.sleep(1000)

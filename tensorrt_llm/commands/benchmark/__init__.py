@@ -1,0 +1,1 @@
+"""The latency benchmark of `trtllm-bench`: what runs, how it is measured, how it is told."""

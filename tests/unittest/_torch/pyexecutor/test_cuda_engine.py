@@ -1,0 +1,140 @@
+"""The engine on one GPU: against transformers in fp32, and decode graphs against eager steps."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.engine import executor_config, generate, make_engine
+from helpers.glm_oracle import (
+    VARIANTS,
+    load_oracle,
+    make_checkpoint,
+    oracle_generate,
+    random_prompt,
+)
+
+from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import Role
+
+pytestmark = pytest.mark.gpu
+
+NEW_TOKENS = 64
+# Per-rank shapes of GLM-5.2 at tp 16, as one rank of its own.
+SLICE = {
+    "hidden_size": 6144,
+    "intermediate_size": 768,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 4,
+    "vocab_size": 9680,
+    "q_lora_rank": 2048,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "qk_head_dim": 256,
+    "v_head_dim": 256,
+    "head_dim": 192,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "num_hidden_layers": 8,
+    "first_k_dense_replace": 3,
+    "max_position_embeddings": 8192,
+    "eos_token_id": [9000],
+    "pad_token_id": 9000,
+}
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+@pytest.fixture(scope="module")
+def slice_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from helpers.glm_oracle import hub_config
+
+    directory = tmp_path_factory.mktemp("glm_5_2_slice")
+    (directory / "config.json").write_text(json.dumps(hub_config(SLICE)))
+    return directory
+
+
+@pytest.mark.parametrize("graphs", [(), (1, 2, 4, 8)], ids=["eager", "graphs"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tokens_equal_transformers(variant, graphs, tmp_path) -> None:
+    """fp32: one by one and as a mixed batch of chunked prompts."""
+    directory = make_checkpoint(tmp_path, variant, seed=3)
+    oracle = load_oracle(directory)
+    prompts = [random_prompt(n, seed=n) for n in (1, 7, 8, 9, 20, 48)]
+    expected = [oracle_generate(oracle, p, NEW_TOKENS) for p in prompts]
+    engine = make_engine(
+        executor_config(directory, device="cuda", max_num_tokens=19, cuda_graph_batch_sizes=graphs)
+    )
+    assert [generate(engine, [p], NEW_TOKENS)[0] for p in prompts] == expected
+    assert generate(engine, prompts, NEW_TOKENS) == expected
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_slice_graph_equals_eager(kv_cache_dtype, slice_directory) -> None:
+    """GLM-5.2's per-rank shapes with random bf16 weights, below and above index_topk."""
+    prompts = [random_prompt(n, seed=n, vocab=9000) for n in (33, 2030, 2500)]
+    answers = []
+    for graphs in ((), (1,)):
+        engine = make_engine(_slice_config(slice_directory, kv_cache_dtype, graphs))
+        answers.append([generate(engine, [p], NEW_TOKENS)[0] for p in prompts])
+        del engine
+        torch.cuda.empty_cache()
+    assert answers[0] == answers[1]
+    assert len(set(answers[0][0])) > 1
+
+
+def test_slice_activations_stay_finite(slice_directory) -> None:
+    engine = make_engine(_slice_config(slice_directory, "auto", ()))
+    outputs = []
+    for layer in engine.model_engine.model.model.layers:
+        layer.register_forward_hook(lambda _m, _a, out: outputs.append(out[0] + out[1]))
+    generate(engine, [random_prompt(100, seed=1, vocab=9000)], 2)
+    assert all(bool(hidden.isfinite().all()) for hidden in outputs)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_padding_rows_write_nowhere(kv_cache_dtype, tmp_path) -> None:
+    """Three requests in a graph of eight: blocks that nobody holds keep their bytes."""
+    directory = make_checkpoint(tmp_path, "glm52", seed=4)
+    engine = make_engine(
+        executor_config(
+            directory,
+            device="cuda",
+            dtype="bfloat16",
+            kv_cache_dtype=kv_cache_dtype,
+            cuda_graph_batch_sizes=(8,),
+        )
+    )
+    cache = engine.kv_cache_manager
+    for role in (Role.KEY, Role.INDEX_KEY):
+        cache.pool(role).fill_(0x5A)
+    prompts = [random_prompt(n, seed=n) for n in (3, 12, 30)]
+    generate(engine, prompts, 20)
+    held = sum(
+        cache.blocks_for(len(p) + 20) for p in prompts
+    )  # the lowest ids are handed out first
+    for role in (Role.KEY, Role.INDEX_KEY):
+        assert bool((cache.pool(role)[held:] == 0x5A).all())
+
+
+def _slice_config(directory: Path, kv_cache_dtype: str, graphs: tuple[int, ...]):
+    return executor_config(
+        directory,
+        device="cuda",
+        dtype="bfloat16",
+        load_format="dummy",
+        kv_cache_dtype=kv_cache_dtype,
+        tokens_per_block=32,
+        kv_cache_max_tokens=4096,
+        max_batch_size=1,
+        max_num_tokens=4096,
+        max_seq_len=4096,
+        cuda_graph_batch_sizes=graphs,
+    )

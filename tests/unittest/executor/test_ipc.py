@@ -1,0 +1,37 @@
+"""Messages over ZeroMQ: order, late binding, signatures."""
+
+from pathlib import Path
+
+import pytest
+
+from tensorrt_llm.executor.ipc import Receiver, Sender
+
+
+def test_batches_arrive_whole_and_in_order(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/socket"
+    sender = Sender(address)
+    sender.send([1, "two"])  # nobody has bound yet
+    sender.send([{"three": 3}])
+    receiver = Receiver(address)
+    got = receiver.receive(timeout_s=5)
+    while len(got) < 3:
+        got += receiver.receive(timeout_s=5)
+    assert got == [1, "two", {"three": 3}]
+    assert receiver.receive() == [] == receiver.receive(timeout_s=0.01)
+    sender.close()
+    sender.send([4])  # closed: nothing happens
+    receiver.close()
+
+
+def test_only_signed_messages_are_opened(caplog: pytest.LogCaptureFixture) -> None:
+    receiver = Receiver("tcp://127.0.0.1:*", key=b"secret")
+    for key in (b"", b"guess"):
+        stranger = Sender(receiver.address, key)
+        stranger.send(["boo"])
+        assert receiver.receive(timeout_s=5) == []
+        stranger.close()
+    friend = Sender(receiver.address, b"secret")
+    friend.send(["hello"])
+    assert receiver.receive(timeout_s=5) == ["hello"]
+    friend.close()
+    receiver.close()

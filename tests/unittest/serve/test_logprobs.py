@@ -1,0 +1,29 @@
+"""Tokens on their own: text where they are whole characters, bytes always."""
+
+import pytest
+from helpers.fake_llm import byte_tokenizer
+
+from tensorrt_llm.serve.logprobs import TokenTexts
+
+
+@pytest.mark.parametrize(
+    "text", ["a", " ", "\n", "\x00", "ü", "€", "\N{REPLACEMENT CHARACTER}", "🙂"]
+)
+def test_bytes_of_tokens_make_up_the_text(text: str) -> None:
+    tokenizer = byte_tokenizer()
+    texts = TokenTexts(tokenizer)
+    tokens = tokenizer.encode(text)
+    assert b"".join(texts.bytes(token) for token in tokens) == text.encode()
+
+
+def test_a_part_of_a_character_is_spelled_in_bytes() -> None:
+    tokenizer = byte_tokenizer()
+    assert [TokenTexts(tokenizer).text(t) for t in tokenizer.encode("ü")] == [
+        "bytes:\\xc3",
+        "bytes:\\xbc",
+    ]
+
+
+def test_special_tokens_have_their_name() -> None:
+    tokenizer = byte_tokenizer()
+    assert TokenTexts(tokenizer).text(tokenizer.eos_token_id) == "<|end|>"

@@ -1,0 +1,24 @@
+"""docs/server.md says what the code does."""
+
+import re
+import runpy
+from pathlib import Path
+
+from helpers.fake_llm import FakeStats
+
+from tensorrt_llm.serve.metrics import ServerMetrics
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def test_the_tables_are_up_to_date() -> None:
+    script = runpy.run_path(str(DOCS / "generate_server_tables.py"))
+    text = (DOCS / "server.md").read_text()
+    assert script["filled"](text) == text, "run `python docs/generate_server_tables.py`"
+
+
+def test_the_metrics_table_has_every_series() -> None:
+    text = (DOCS / "server.md").read_text()
+    documented = set(re.findall(r"`(trtllm_\w+)", text))
+    exposed = ServerMetrics(FakeStats).render().decode()
+    assert documented == set(re.findall(r"^# TYPE (\w+)", exposed, re.MULTILINE))
