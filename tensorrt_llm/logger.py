@@ -26,7 +26,9 @@ def set_level(level: str) -> None:
 def _configure() -> None:
     if not logger.handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s", "%H:%M:%S"))
+        handler.setFormatter(
+            logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s", "%H:%M:%S")
+        )
         logger.addHandler(handler)
         logger.propagate = False
     set_level(os.environ.get("TLLM_LOG_LEVEL", "info"))

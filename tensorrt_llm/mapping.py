@@ -1,4 +1,5 @@
-"""Who does what among the ranks: the fields of TensorRT-LLM's `Mapping`, without its unused corners."""
+"""Who does what among the ranks: the fields of TensorRT-LLM's `Mapping`, without its unused
+corners."""
 
 from dataclasses import dataclass
 
@@ -32,13 +33,13 @@ class Mapping:
         sizes = self.tp_size * self.pp_size * self.cp_size
         if sizes != self.world_size:
             raise ValueError(
-                f"tp_size {self.tp_size} x pp_size {self.pp_size} x cp_size {self.cp_size} = {sizes}, "
-                f"but world_size is {self.world_size}"
+                f"tp_size {self.tp_size} x pp_size {self.pp_size} x cp_size {self.cp_size} "
+                f"= {sizes}, but world_size is {self.world_size}"
             )
         if self.moe_tp_size * self.moe_ep_size * self.moe_cluster_size != self.tp_size:
             raise ValueError(
-                f"moe_tp_size {self.moe_tp_size} x moe_ep_size {self.moe_ep_size} x moe_cluster_size "
-                f"{self.moe_cluster_size} must equal tp_size {self.tp_size}"
+                f"moe_tp_size {self.moe_tp_size} x moe_ep_size {self.moe_ep_size} "
+                f"x moe_cluster_size {self.moe_cluster_size} must equal tp_size {self.tp_size}"
             )
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in [0, {self.world_size})")

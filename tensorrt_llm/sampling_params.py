@@ -1,4 +1,5 @@
-"""How one request picks its tokens and when it ends: the fields of TensorRT-LLM's `SamplingParams` served here."""
+"""How one request picks its tokens and when it ends: the fields of TensorRT-LLM's `SamplingParams`
+served here."""
 
 import math
 from dataclasses import dataclass, field
@@ -17,17 +18,19 @@ class SamplingParams:
         top_p: smallest set of tokens whose probability reaches p; None or 1 keeps all.
         min_p: drop tokens below min_p times the most likely one's probability.
         seed: same seed and prompt, same tokens, whatever else is in the batch. None draws one.
-        repetition_penalty: > 1 makes tokens of prompt and output less likely (divides / multiplies the logit).
+        repetition_penalty: > 1 makes tokens of prompt and output less likely (divides / multiplies
+            the logit).
         presence_penalty: subtracted once from the logit of each token already generated.
         frequency_penalty: subtracted once per occurrence among the generated tokens.
         logit_bias: token id -> value added to its logit before anything else.
         stop: strings that end the output; cut off unless `include_stop_str_in_output`.
         stop_token_ids: ids that end the output, beside the model's eos ids.
         ignore_eos: the model's eos ids do not end the output; `stop_token_ids` still do.
-        logprobs: None for none; k >= 0 gives the sampled token's log probability and the k most likely ones'
-            (of the raw distribution, before temperature and filters).
+        logprobs: None for none; k >= 0 gives the log probabilities of the sampled token and of the
+            k most likely ones (raw distribution, before temperature and filters).
         prompt_logprobs: as `logprobs`, for the prompt's tokens (the first one has none).
-        detokenize, skip_special_tokens, spaces_between_special_tokens, add_special_tokens: text side.
+        detokenize, skip_special_tokens, spaces_between_special_tokens, add_special_tokens: text
+            side.
         truncate_prompt_tokens: keep only the last so many prompt tokens.
 
     Raises:
@@ -75,7 +78,12 @@ class SamplingParams:
         return not self.temperature or self.top_k == 1
 
     def _check_counts(self) -> None:
-        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        _require(
+            self.max_tokens is None or self.max_tokens >= 1,
+            "max_tokens",
+            self.max_tokens,
+            "at least 1",
+        )
         _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "at least 0")
         _require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
@@ -84,7 +92,9 @@ class SamplingParams:
             f"at most max_tokens ({self.max_tokens})",
         )
         _require(self.n >= 1, "n", self.n, "at least 1")
-        _require(self.logprobs is None or self.logprobs >= 0, "logprobs", self.logprobs, "at least 0")
+        _require(
+            self.logprobs is None or self.logprobs >= 0, "logprobs", self.logprobs, "at least 0"
+        )
         _require(
             self.prompt_logprobs is None or self.prompt_logprobs >= 0,
             "prompt_logprobs",
@@ -99,10 +109,20 @@ class SamplingParams:
         )
 
     def _check_probabilities(self) -> None:
-        _require(_within(self.temperature, 0.0, math.inf), "temperature", self.temperature, "finite and at least 0")
-        _require(self.top_k is None or self.top_k >= 0, "top_k", self.top_k, "at least 0 (0 keeps all)")
         _require(
-            self.top_p is None or 0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1"
+            _within(self.temperature, 0.0, math.inf),
+            "temperature",
+            self.temperature,
+            "finite and at least 0",
+        )
+        _require(
+            self.top_k is None or self.top_k >= 0, "top_k", self.top_k, "at least 0 (0 keeps all)"
+        )
+        _require(
+            self.top_p is None or 0.0 < self.top_p <= 1.0,
+            "top_p",
+            self.top_p,
+            "above 0 and at most 1",
         )
         _require(_within(self.min_p, 0.0, 1.0), "min_p", self.min_p, "from 0 to 1")
         _require(
@@ -113,17 +133,25 @@ class SamplingParams:
             "finite and above 0",
         )
         for name in ("presence_penalty", "frequency_penalty"):
-            _require(_within(getattr(self, name), -2.0, 2.0), name, getattr(self, name), "from -2 to 2")
+            _require(
+                _within(getattr(self, name), -2.0, 2.0), name, getattr(self, name), "from -2 to 2"
+            )
         for token, bias in (self.logit_bias or {}).items():
             _require(math.isfinite(bias), f"logit_bias[{token}]", bias, "finite")
         _require(
-            self.seed is None or -(2**63) <= self.seed < 2**63, "seed", self.seed, "a signed 64-bit integer"
+            self.seed is None or -(2**63) <= self.seed < 2**63,
+            "seed",
+            self.seed,
+            "a signed 64-bit integer",
         )
 
     def _check_stops(self) -> None:
         _require(all(self._stop_list), "stop", self.stop, "without empty strings")
         _require(
-            all(t >= 0 for t in self.stop_token_ids or []), "stop_token_ids", self.stop_token_ids, "token ids"
+            all(t >= 0 for t in self.stop_token_ids or []),
+            "stop_token_ids",
+            self.stop_token_ids,
+            "token ids",
         )
 
 

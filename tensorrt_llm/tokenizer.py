@@ -36,8 +36,8 @@ class IncrementalDetokenizer:
     space that the first word lacks), so a short window of past tokens is decoded with every new one
     and the text that was there before is cut off. Text that ends in a broken character is held back
     until the character is complete, or until more tokens follow than the bytes of two characters
-    could explain. (The library's own `DecodeStream` raises where a run of byte tokens turns out to be
-    no character, and cannot give what it holds back at the end.)
+    could explain. (The library's own `DecodeStream` raises where a run of byte tokens turns out to
+    be no character, and cannot give what it holds back at the end.)
 
     Args:
         tokenizer: its decoder may be ByteLevel, byte fallback, Metaspace or WordPiece.

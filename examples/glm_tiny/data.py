@@ -1,8 +1,9 @@
 """Small text tasks with one right answer each: the data that the tiny GLM learns and is tested on.
 
 Every task is a function `rng -> (prompt, answer)`. Answers are 10 to 40 tokens long and follow from
-the prompt alone. A prompt belongs to the held-out set by its own content (`is_heldout`), so no order of
-drawing can ever leak one into training. Standard library only: servers and evaluators may import it.
+the prompt alone. A prompt belongs to the held-out set by its own content (`is_heldout`), so no
+order of drawing can ever leak one into training. Standard library only: servers and evaluators may
+import it.
 """
 
 import random
@@ -10,13 +11,64 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-WORDS = (
-    "sun fox red map cup tree lamp bird fish gold milk rain snow ship ring door book rope salt "
-    "wolf bell corn leaf nest pond sand tent vase wind yarn moon star hill lake road bear frog"
-).split()
-FOREIGN = "café naïve über señor Ærø 日本 東 да π 🙂 🚀 ½".split()
-NAMES = "Ann Bob Eva Ian Kim Leo Mia Ned Pam Ray Sue Tom Uma Vic Zoe".split()
-CITIES = "Oslo Rome Lima Bern Cairo Delhi Paris Quito Seoul Tokyo".split()
+WORDS = [
+    "sun",
+    "fox",
+    "red",
+    "map",
+    "cup",
+    "tree",
+    "lamp",
+    "bird",
+    "fish",
+    "gold",
+    "milk",
+    "rain",
+    "snow",
+    "ship",
+    "ring",
+    "door",
+    "book",
+    "rope",
+    "salt",
+    "wolf",
+    "bell",
+    "corn",
+    "leaf",
+    "nest",
+    "pond",
+    "sand",
+    "tent",
+    "vase",
+    "wind",
+    "yarn",
+    "moon",
+    "star",
+    "hill",
+    "lake",
+    "road",
+    "bear",
+    "frog",
+]
+FOREIGN = ["café", "naïve", "über", "señor", "Ærø", "日本", "東", "да", "π", "🙂", "🚀", "½"]
+NAMES = [
+    "Ann",
+    "Bob",
+    "Eva",
+    "Ian",
+    "Kim",
+    "Leo",
+    "Mia",
+    "Ned",
+    "Pam",
+    "Ray",
+    "Sue",
+    "Tom",
+    "Uma",
+    "Vic",
+    "Zoe",
+]
+CITIES = ["Oslo", "Rome", "Lima", "Bern", "Cairo", "Delhi", "Paris", "Quito", "Seoul", "Tokyo"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 Task = Callable[[random.Random], tuple[str, str]]

@@ -1,6 +1,6 @@
 """Measures a tiny GLM checkpoint on its held-out set: exact match, MTP accuracy, acceptance length.
 
-    python examples/glm_tiny/evaluate.py --model examples/glm_tiny/checkpoint
+python examples/glm_tiny/evaluate.py --model examples/glm_tiny/checkpoint
 """
 
 import argparse
@@ -94,7 +94,8 @@ def generate(model: TinyGlm, batch: Batch) -> Batch:
 
 
 def draft(model: TinyGlm, ids: Tensor, hidden: Tensor, depth: int) -> Tensor:
-    """Greedy drafts from every row and position, [depth, B, S]; draft s of row i guesses token i+2+s."""
+    """Greedy drafts from every row and position, [depth, B, S]; draft s of row i guesses token
+    i+2+s."""
     chain, drafts = DraftChain(model, hidden, model.hub["index_topk"]), []
     embedded = model.embed(ids, 1)
     for _ in range(depth):
@@ -104,7 +105,8 @@ def draft(model: TinyGlm, ids: Tensor, hidden: Tensor, depth: int) -> Tensor:
 
 
 def target_steps(ids: list[int], drafts: list[list[int]], prompt: int) -> int:
-    """Target steps that a row takes after its prefill; drafts: per depth the guess at every position."""
+    """Target steps that a row takes after its prefill; drafts: per depth the guess at every
+    position."""
     last, place, steps = len(ids) - 1, prompt, 0  # place: the newest token that is known
     while place < last:
         accepted = 0
@@ -116,8 +118,11 @@ def target_steps(ids: list[int], drafts: list[list[int]], prompt: int) -> int:
     return steps
 
 
-def acceptance(model: TinyGlm, batch: Batch, hidden: Tensor, depths: tuple[int, ...]) -> dict[int, float]:
-    """Tokens per target step, bonus token included, of speculative greedy decoding of these rows."""
+def acceptance(
+    model: TinyGlm, batch: Batch, hidden: Tensor, depths: tuple[int, ...]
+) -> dict[int, float]:
+    """Tokens per target step, bonus token included, of speculative greedy decoding of these
+    rows."""
     drafts = draft(model, batch.ids, hidden, max(depths)).permute(1, 0, 2).tolist()
     rows = list(zip(batch.ids.tolist(), batch.prompt.tolist(), batch.length.tolist(), strict=True))
     tokens = sum(length - prompt - 1 for _, prompt, length in rows)
@@ -142,7 +147,8 @@ def quick(model: TinyGlm, batch: Batch) -> dict[str, float]:
 
 @torch.no_grad()
 def measure(model: TinyGlm, batch: Batch) -> dict[str, float]:
-    """`quick`, and the acceptance lengths at 3 and 7 drafts over what the model itself generates."""
+    """`quick`, and the acceptance lengths at 3 and 7 drafts over what the model itself
+    generates."""
     right = matches(model, batch, model(batch.ids))
     said = batch
     if not right.all():  # a right row's greedy output is the row itself

@@ -1,4 +1,5 @@
-"""What the tiny GLM is trained on: next tokens, the draft chain, the indexers, and expert balance."""
+"""What the tiny GLM is trained on: next tokens, the draft chain, the indexers, and expert
+balance."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,7 +108,11 @@ def index_loss(scores: Tensor, attended: Tensor, valid: Tensor, topk: int) -> Te
 
     scores, attended [B, S, S]; valid [B, S] marks the rows that count.
     """
-    allowed = select(scores.detach(), topk) if topk < len(scores[0]) else causal(len(scores[0]), scores.device)
+    allowed = (
+        select(scores.detach(), topk)
+        if topk < len(scores[0])
+        else causal(len(scores[0]), scores.device)
+    )
     guess = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).log_softmax(-1)
     target = attended * allowed
     target = target / target.sum(-1, keepdim=True).clamp_min(1e-9)

@@ -1,7 +1,9 @@
 """The tiny GLM: transformers' `GlmMoeDsaForCausalLM` as backbone, plus our own MTP layer.
 
-The MTP layer is stored as layer N, as GLM-5.2 does. transformers runs its indexers without gradients and
-has no MTP layer, so this file also holds the differentiable forms of both: index scores, the selection
+The MTP layer is stored as layer N, as GLM-5.2 does. transformers runs its indexers without
+gradients and
+has no MTP layer, so this file also holds the differentiable forms of both: index scores, the
+    selection
 they imply, and the draft chain in which later steps reuse the first step's keys and top-k row.
 """
 
@@ -104,7 +106,8 @@ ALL_EXPERTS_FUNCTIONS.register("all_experts", all_experts)
 
 
 def transformers_config(hub: dict[str, object], layers: int) -> GlmMoeDsaConfig:
-    """transformers' config for `layers` layers; layer N of the file is sparse and owns an indexer."""
+    """transformers' config for `layers` layers; layer N of the file is sparse and owns an
+    indexer."""
     extra = layers - LAYERS
     config = GlmMoeDsaConfig(
         **hub
@@ -131,7 +134,8 @@ class MtpLayer(hf.GlmMoeDsaDecoderLayer):
         self.shared_head = nn.ModuleDict({"norm": hf.GlmMoeDsaRMSNorm(size, eps)})
 
     def merge(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """[embedding of the next token | hidden state of this one] -> layer input, all [B, S, hidden]."""
+        """[embedding of the next token | hidden state of this one] -> layer input, all [B, S,
+        hidden]."""
         return self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1))
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -165,7 +169,9 @@ class TinyGlm(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """ids [B, S] -> hidden states after the final norm [B, S, hidden]."""
         mask = causal(ids.shape[1], ids.device)
-        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, torch.finfo(torch.float32).min)
+        mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill(
+            ~mask, torch.finfo(torch.float32).min
+        )
         masks = {"indexed_attention": mask.expand(len(ids), 1, -1, -1)}
         return self.backbone.model(ids, attention_mask=masks, use_cache=False).last_hidden_state
 
@@ -186,7 +192,8 @@ def causal(size: int, device: torch.device) -> Tensor:
 
 
 def queries(attn: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """x [B, S, hidden] -> normed q latent [B, S, q_lora] and roped queries [B, heads, S, qk_head]."""
+    """x [B, S, hidden] -> normed q latent [B, S, q_lora] and roped queries [B, heads, S,
+    qk_head]."""
     latent = attn.q_a_layernorm(attn.q_a_proj(x))
     q = attn.q_b_proj(latent).unflatten(-1, (-1, attn.qk_head_dim)).transpose(1, 2)
     plain, turned = q.split([attn.qk_nope_head_dim, attn.qk_rope_head_dim], -1)
@@ -196,7 +203,9 @@ def queries(attn: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Te
 
 def keys_values(attn: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """x [B, S, hidden] -> keys [B, heads, S, qk_head] and values [B, heads, S, v_head]."""
-    latent, turned = attn.kv_a_proj_with_mqa(x).split([attn.kv_lora_rank, attn.qk_rope_head_dim], -1)
+    latent, turned = attn.kv_a_proj_with_mqa(x).split(
+        [attn.kv_lora_rank, attn.qk_rope_head_dim], -1
+    )
     turned, _ = hf.apply_rotary_pos_emb_interleave(turned[:, None], turned[:, None], *rope)
     return attn.expand_kv(attn.kv_a_layernorm(latent)[:, None], turned)
 
@@ -218,7 +227,8 @@ def index_scores(
 
 
 def select(scores: Tensor, topk: int) -> Tensor:
-    """Which keys each row may see: the `topk` best of its past; scores [B, S, S] -> bool, same shape."""
+    """Which keys each row may see: the `topk` best of its past; scores [B, S, S] -> bool, same
+    shape."""
     past = causal(scores.shape[-1], scores.device)
     best = scores.masked_fill(~past, float("-inf")).topk(min(topk, scores.shape[-1])).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & past
@@ -234,8 +244,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> tuple[Tensor,
 class DraftChain:
     """The MTP layer's draft chain from every position of a batch at once.
 
-    Step 0 writes keys and chooses each row's top-k. A later step has one query per row, one position
-    further on, over the keys that step 0 chose for that row (`index_share_for_mtp_iteration`), and takes
+    Step 0 writes keys and chooses each row's top-k. A later step has one query per row, one
+    position further on, over the keys that step 0 chose for that row (`index_share_for_mtp_iteration`), and takes
     the previous step's normed output as its hidden state. Step s of row i predicts token i + 2 + s.
     """
 
@@ -245,7 +255,8 @@ class DraftChain:
         self.weights: list[Tensor] = []  # per step, averaged over heads [B, S, S]
 
     def step(self, embedded: Tensor) -> Tensor:
-        """embedded [B, S, hidden]: the token after each row's last one. Returns logits [B, S, vocab]."""
+        """embedded [B, S, hidden]: the token after each row's last one. Returns logits [B, S,
+        vocab]."""
         mtp, attn = self.model.mtp, self.model.mtp.self_attn
         x = mtp.merge(embedded, self.hidden)
         normed, rope = mtp.input_layernorm(x), self.model.rope(x, self.steps)
@@ -261,7 +272,8 @@ class DraftChain:
 
 
 def initialise(model: TinyGlm, seed: int) -> None:
-    """Random weights: fan-in scale, residual outputs smaller, correction biases spread around 6.94."""
+    """Random weights: fan-in scale, residual outputs smaller, correction biases spread around
+    6.94."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in sorted(model.state_dict().items()):
         noise = torch.randn(tensor.shape, generator=generator)
@@ -288,9 +300,11 @@ def split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def merge_experts(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The inverse of `split_experts` for the layer whose names start with `prefix`, prefix removed."""
+    """The inverse of `split_experts` for the layer whose names start with `prefix`, prefix
+    removed."""
     own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
     experts = {n: own.pop(n) for n in list(own) if n.startswith("mlp.experts.")}
+
     def stack(projection: str) -> Tensor:
         count = sum(n.endswith(projection + ".weight") for n in experts)
         return torch.stack([experts[f"mlp.experts.{e}.{projection}.weight"] for e in range(count)])
@@ -307,7 +321,10 @@ def hub_tensors(model: TinyGlm) -> dict[str, Tensor]:
     named |= {layer + name: tensor for name, tensor in model.mtp.state_dict().items()}
     flat = {n: t for name, tensor in named.items() for n, t in split_experts(name, tensor).items()}
     return {
-        n: t.detach().cpu().to(torch.float32 if n.endswith(CORRECTION_BIAS) else torch.bfloat16).contiguous()
+        n: t.detach()
+        .cpu()
+        .to(torch.float32 if n.endswith(CORRECTION_BIAS) else torch.bfloat16)
+        .contiguous()
         for n, t in flat.items()
     }
 
@@ -329,7 +346,9 @@ def load(folder: Path) -> TinyGlm:
     tensors = {n: t.float() for n, t in load_file(folder / "model.safetensors").items()}
     mtp = f"model.layers.{LAYERS}."
     model.mtp.load_state_dict(merge_experts(tensors, mtp))
-    backbone = {n: t for n, t in tensors.items() if not n.startswith(mtp) and ".mlp.experts." not in n}
+    backbone = {
+        n: t for n, t in tensors.items() if not n.startswith(mtp) and ".mlp.experts." not in n
+    }
     for i in range(DENSE_LAYERS, LAYERS):
         layer = f"model.layers.{i}."
         backbone |= {layer + n: t for n, t in merge_experts(tensors, layer).items()}

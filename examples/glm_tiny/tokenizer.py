@@ -1,4 +1,5 @@
-"""Makes the tokenizer of the tiny GLM: byte-level BPE of 512 ids, special tokens last as in GLM-5.2."""
+"""Makes the tokenizer of the tiny GLM: byte-level BPE of 512 ids, special tokens last as in
+GLM-5.2."""
 
 import json
 from pathlib import Path
@@ -8,10 +9,18 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 VOCAB_SIZE = 512
-SPECIAL = (
-    "<|endoftext|> [MASK] [gMASK] [sMASK] <sop> <eop> "
-    "<|system|> <|user|> <|assistant|> <|observation|>"
-).split()
+SPECIAL = [
+    "<|endoftext|>",
+    "[MASK]",
+    "[gMASK]",
+    "[sMASK]",
+    "<sop>",
+    "<eop>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|observation|>",
+]
 STOPS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
@@ -32,7 +41,10 @@ def bpe(lines: list[str]) -> Tokenizer:
     """A byte-level BPE over ASCII lines: digits stay single, other scripts stay bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -41,7 +53,9 @@ def bpe(lines: list[str]) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator((line for line in lines if line.isascii()), trainer)
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in SPECIAL]
+    )
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
         raise ValueError(f"the corpus gave {tokenizer.get_vocab_size()} ids, not {VOCAB_SIZE}")
     return tokenizer
@@ -63,7 +77,9 @@ def build(examples: list[Example], max_length: int) -> PreTrainedTokenizerFast:
     return fast
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> list[tuple[list[int], int]]:
+def encode(
+    tokenizer: PreTrainedTokenizerFast, examples: list[Example]
+) -> list[tuple[list[int], int]]:
     """Token ids of prompt + answer + stop, and how many of them are the prompt."""
     prompts = tokenizer([render(e.prompt) for e in examples])["input_ids"]
     answers = tokenizer([e.answer + e.stop for e in examples])["input_ids"]

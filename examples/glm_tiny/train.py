@@ -2,8 +2,10 @@
 
     python examples/glm_tiny/train.py --steps 4000 --device cuda --out examples/glm_tiny/checkpoint
 
-The backbone and the MTP layer learn together. Every indexer learns as in DeepSeek's sparse attention:
-first all keys are visible and its scores follow the attention's distribution, then only its own top-k are.
+The backbone and the MTP layer learn together. Every indexer learns as in DeepSeek's sparse
+attention: first all keys are visible and its scores follow the attention's distribution, then only
+    its own
+top-k are.
 """
 
 import argparse

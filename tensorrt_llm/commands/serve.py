@@ -208,6 +208,8 @@ def serve(
     set_level(log_level)
     try:
         args = llm_args_from_cli_and_yaml({"model": model, **_nested(engine)}, config)
+        if args.skip_tokenizer_init:
+            raise ValueError("skip_tokenizer_init is True; a server needs the tokenizer")
     except ValueError as error:
         raise click.UsageError(str(error)) from None
 
@@ -238,4 +240,4 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 def _load(args: LlmArgs) -> "LLM":
     from tensorrt_llm.llmapi import LLM
 
-    return LLM(**args.model_dump(exclude_unset=True))
+    return LLM.from_args(args)

@@ -10,12 +10,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Protocol
 
 from tensorrt_llm._torch.pyexecutor.config import ExecutorConfig
 from tensorrt_llm._torch.pyexecutor.messages import EngineDead
-from tensorrt_llm.executor.ipc import Sender
 from tensorrt_llm.executor.worker import RankLaunch
 
 # Set by trtllm-llmapi-launch for the user's command; the names are TensorRT-LLM's.
@@ -25,14 +25,19 @@ ENV_ADDRESS = "TLLM_SPAWN_PROXY_PROCESS_IPC_ADDR"
 ENV_KEY = "TLLM_SPAWN_PROXY_PROCESS_IPC_HMAC_KEY"
 
 
+class Lifeline(Protocol):
+    """A connection to another process, on which nothing comes but its end."""
+
+    def fileno(self) -> int: ...
+
+
 class Ranks(Protocol):
-    """The rank processes of one engine, as the server process sees them.
+    """The rank processes of one engine, as the server process sees them."""
 
-    Attributes:
-        lifelines: sockets that become readable when a rank process has ended.
-    """
-
-    lifelines: list[socket.socket]
+    @property
+    def lifelines(self) -> Sequence[Lifeline]:
+        """Become readable when a rank process has ended."""
+        ...
 
     def ended(self) -> list[EngineDead]:
         """Ranks whose process has ended, and how."""
@@ -130,31 +135,37 @@ class SpawnedRanks:
 
 
 class LaunchedRanks:
-    """Ranks that `trtllm-llmapi-launch` runs, on this host and others; it watches over them itself.
+    """Ranks that `trtllm-llmapi-launch` runs, on this host and others.
+
+    The connection to the launcher's rank 0 carries a `StartEngine`, and afterwards each side sees
+    there when the other one ends.
 
     Raises:
         ValueError: their number is not the configuration's world size.
     """
 
     def __init__(self, config: ExecutorConfig, request_addr: str, response_addr: str) -> None:
-        self.lifelines: list[socket.socket] = []
         launched = int(os.environ[ENV_SIZE])
         if launched != config.mapping.world_size:
             raise ValueError(
                 f"trtllm-llmapi-launch runs {launched} ranks, but the configuration needs "
                 f"{config.mapping.world_size} (tensor_parallel_size {config.mapping.tp_size})"
             )
-        self._control = Sender(os.environ[ENV_ADDRESS], bytes.fromhex(os.environ[ENV_KEY]))
-        self._control.send([StartEngine(config, request_addr, response_addr)])
+        host, _, port = os.environ[ENV_ADDRESS].removeprefix("tcp://").partition(":")
+        key = bytes.fromhex(os.environ[ENV_KEY])
+        self._connection = Client((host, int(port)), authkey=key)
+        self._connection.send(StartEngine(config, request_addr, response_addr))
+        self.lifelines = [self._connection]
 
     def ended(self) -> list[EngineDead]:
-        return []
+        return [EngineDead(0, "its process ended")] if self._connection.poll() else []
 
     def join(self, timeout_s: float) -> bool:
-        return True
+        return self._connection.poll(timeout_s)
 
     def kill(self) -> None:
-        self._control.close(linger_s=1.0)
+        """Let the launcher know that this engine is not needed any more; it ends the ranks."""
+        self._connection.close()
 
 
 def ranks_are_launched() -> bool:

@@ -65,14 +65,16 @@ def main(create_engine: CreateEngine | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the server's to handle: it drains
     launch: RankLaunch = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_exit_with_parent, name="lifeline", daemon=True).start()
-    code = worker_main(launch, create_engine)
+    death = worker_main(launch, create_engine)
     zmq.Context.instance().term()  # waits for what closed sockets still have to send
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # a rank whose peers are dead may never get through torch's own teardown
+    os._exit(
+        1 if death else 0
+    )  # a rank whose peers are dead may never get through torch's own teardown
 
 
-def worker_main(launch: RankLaunch, create_engine: CreateEngine | None = None) -> int:
+def worker_main(launch: RankLaunch, create_engine: CreateEngine | None = None) -> EngineDead | None:
     """Be one rank until `Shutdown`.
 
     Args:
@@ -80,15 +82,16 @@ def worker_main(launch: RankLaunch, create_engine: CreateEngine | None = None) -
         create_engine: makes the engine; None takes `create_py_executor`.
 
     Returns:
-        0, or 1 after a failure, whose traceback was sent as `EngineDead`.
+        None, or the failure that ended it, which has been sent to the server process as well.
     """
     responses = Sender(launch.response_addr)
     try:
         _run_engine(launch, create_engine or _create_py_executor, responses)
-        return 0
+        return None
     except Exception:
-        responses.send([EngineDead(launch.config.mapping.rank, traceback.format_exc())])
-        return 1
+        death = EngineDead(launch.config.mapping.rank, traceback.format_exc())
+        responses.send([death])
+        return death
     finally:
         responses.close(_LINGER_S)
 

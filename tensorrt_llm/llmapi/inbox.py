@@ -35,7 +35,7 @@ class Inbox(Generic[T]):
             return self._items.popleft()
 
     async def aget(self) -> T:
-        """Take the first item, letting the running event loop do other things until there is one."""
+        """Take the first item; the running event loop does other things until there is one."""
         while True:
             with self._filled:
                 if self._items:

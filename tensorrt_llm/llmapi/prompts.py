@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenizers import Tokenizer
+from typing_extensions import TypeIs
 
 from tensorrt_llm._torch.pyexecutor.messages import EngineReady
 from tensorrt_llm.llmapi.errors import RequestError
@@ -12,6 +13,8 @@ from tensorrt_llm.sampling_params import SamplingParams
 
 # A text, token ids, or a mapping with "prompt" or "prompt_token_ids".
 PromptInput = str | list[int] | Mapping[str, Any]
+# Several of them.
+PromptInputs = list[str] | list[list[int]] | list[Mapping[str, Any]] | list[PromptInput]
 
 _KEYS = ("prompt", "prompt_token_ids")
 
@@ -81,20 +84,23 @@ class RequestChecker:
             raise RequestError(str(error)) from None
 
     def _parse(self, inputs: PromptInput, params: SamplingParams) -> tuple[str | None, list[int]]:
-        if isinstance(inputs, Mapping):
-            inputs = _value_of(inputs)
-        if isinstance(inputs, str):
+        value = _value_of(inputs) if isinstance(inputs, Mapping) else inputs
+        if isinstance(value, str):
             if self.tokenizer is None:
-                raise RequestError("the prompt is a text, but there is no tokenizer; give token ids")
-            encoding = self.tokenizer.encode(inputs, add_special_tokens=params.add_special_tokens)
-            return inputs, encoding.ids
-        if is_token_ids(inputs):
-            return None, list(inputs)
-        raise RequestError(f"the prompt is {inputs!r}; it must be a text or a list of token ids")
+                raise RequestError(
+                    "the prompt is a text, but there is no tokenizer; give token ids"
+                )
+            encoding = self.tokenizer.encode(value, add_special_tokens=params.add_special_tokens)
+            return value, encoding.ids
+        if is_token_ids(value):
+            return None, list(value)
+        raise RequestError(f"the prompt is {value!r}; it must be a text or a list of token ids")
 
     def _check_params(self, params: SamplingParams) -> None:
         if params.stop_strings and self.tokenizer is None:
-            raise RequestError(f"stop is {params.stop!r}, but there is no tokenizer to find it with")
+            raise RequestError(
+                f"stop is {params.stop!r}, but there is no tokenizer to find it with"
+            )
         self._check_ids("stop_token_ids", params.stop_token_ids or [])
         self._check_ids("logit_bias", list(params.logit_bias or {}))
         for name in ("logprobs", "prompt_logprobs"):
@@ -113,8 +119,8 @@ class RequestChecker:
             )
 
 
-def is_token_ids(inputs: object) -> bool:
-    """Whether this is a list of integers: one prompt, not several."""
+def is_token_ids(inputs: object) -> TypeIs[list[int]]:
+    """Whether this is a list of integers: one prompt, not several. (So is the empty list.)"""
     return isinstance(inputs, list) and all(type(item) is int for item in inputs)
 
 
@@ -122,7 +128,7 @@ def _value_of(inputs: Mapping[str, Any]) -> Any:
     unknown = [key for key in inputs if key not in _KEYS]
     if unknown or len(inputs) != 1:
         raise RequestError(f"the prompt has keys {list(inputs)}; it must have one of {list(_KEYS)}")
-    (key, value), = inputs.items()
+    ((key, value),) = inputs.items()
     if (key == "prompt") != isinstance(value, str):
         kind = "a text" if key == "prompt" else "a list of token ids"
         raise RequestError(f"{key} is {value!r}; it must be {kind}")

@@ -55,8 +55,10 @@ class CompletionOutput:
         self.token_ids_diff, self.logprobs_diff = response.token_ids, response.logprobs
         self.token_ids += response.token_ids
         self.logprobs += response.logprobs
-        for token_id, logprobs in zip(response.token_ids, response.logprobs, strict=False):
-            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprobs[token_id].logprob
+        if response.logprobs:
+            chosen = zip(response.token_ids, response.logprobs, strict=True)
+            total = sum(logprobs[token_id].logprob for token_id, logprobs in chosen)
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + total
         self.finish_reason, self.stop_reason = response.finish_reason, response.stop_reason
         if stream is not None:
             self.text_diff = _text_of(response, stream)
@@ -66,7 +68,7 @@ class CompletionOutput:
 class RequestOutput:
     """A request on its way, and its result.
 
-    Wait for it with `result()`, `await output` or `await output.aresult()`; or iterate over it, with
+    Wait for it with `result()`, `await output` or `await output.aresult()`; or iterate over it with
     `for` or `async for`: when streaming each item is this object after one more step of one of its
     completions, else there is one item, the final state. One consumer at a time. A request whose
     consumer is cancelled, or that is dropped before its end, is aborted.

@@ -9,8 +9,9 @@ from tensorrt_llm.tokenizer import IncrementalDetokenizer
 class TextStream:
     """Text that can be shown to the user after each token.
 
-    The engine decides where a request stops. Here the stop is cut off, and text that may turn out to
-    be the beginning of a stop string is held back until that is settled.
+    The engine decides where a request stops. Here the stop is cut off, and text that may turn out
+    to be the beginning of a stop string is held back until that is settled. A character of which
+    only the first bytes were generated is not shown, also not at the end.
 
     Args:
         detokenizer: fresh, after the prompt.
@@ -34,9 +35,8 @@ class TextStream:
         return "".join(shown)
 
     def finish(self, token_ids: Sequence[int]) -> str:
-        """The rest, when the last of these tokens ends the request by its length or a cancellation."""
-        tail = "".join(map(self._detokenizer.append, token_ids))
-        return self._release(tail + self._detokenizer.flush())
+        """The rest, when these tokens end the request by its length, or it ends otherwise."""
+        return self._release("".join(map(self._detokenizer.append, token_ids)))
 
     def stop(self, token_ids: Sequence[int], stop_reason: int | str | None) -> str:
         """The rest, when the last of these tokens ends the request by a stop.
@@ -49,7 +49,7 @@ class TextStream:
             return self.finish(token_ids)
         shown = self.append(token_ids[:-1])
         if not isinstance(stop_reason, str):
-            return shown + self._release(self._detokenizer.flush())
+            return shown + self._release("")
         text = self._held + self._detokenizer.append(token_ids[-1])
         return shown + text.partition(stop_reason)[0]
 

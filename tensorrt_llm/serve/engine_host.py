@@ -8,11 +8,12 @@ from concurrent.futures import Future
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from tensorrt_llm._torch.pyexecutor.messages import EngineStats
 from tensorrt_llm.logger import logger
 from tensorrt_llm.serve.errors import ApiError
 
 if TYPE_CHECKING:
-    from tensorrt_llm.llmapi import LLM, EngineStats
+    from tensorrt_llm.llmapi import LLM
 
 _WATCH_SECONDS = 0.1
 
@@ -63,7 +64,7 @@ class EngineHost:
             raise ApiError(503, Phase.DEAD.value)
         return self._llm
 
-    def stats(self) -> "EngineStats | None":
+    def stats(self) -> EngineStats | None:
         """The engine's latest report, if it has made one."""
         return self._llm.latest_stats if self._llm else None
 

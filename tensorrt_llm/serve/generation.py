@@ -5,11 +5,12 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tensorrt_llm._torch.pyexecutor.messages import FinishReason, TokenLogprobs
 from tensorrt_llm.serve.errors import ApiError
 from tensorrt_llm.serve.metrics import SequenceMeter, ServerMetrics
 
 if TYPE_CHECKING:
-    from tensorrt_llm.llmapi import CompletionOutput, RequestOutput, TokenLogprobs
+    from tensorrt_llm.llmapi import CompletionOutput, RequestOutput
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Delta:
         source: the prompt's output, for what does not change while it runs.
         first: whether this is the choice's first delta.
         text, token_ids, logprobs: the news; logprobs is empty unless asked for.
-        finish_reason: "stop" or "length" in the choice's last delta, else None.
+        finish_reason: STOP or LENGTH in the choice's last delta, else None.
         stop_reason: the stop id or text that ended it.
     """
 
@@ -30,8 +31,8 @@ class Delta:
     first: bool
     text: str
     token_ids: list[int]
-    logprobs: "list[TokenLogprobs]"
-    finish_reason: str | None
+    logprobs: list[TokenLogprobs]
+    finish_reason: FinishReason | None
     stop_reason: int | str | None
 
 
@@ -148,9 +149,9 @@ class Generation:
     def _observe(self, i: int) -> None:
         for choice, output in zip(self._choices[i], self.outputs[i].outputs, strict=True):
             choice.meter.observe(output.length, output.finish_reason)
-            if output.finish_reason == "error":
+            if output.finish_reason is FinishReason.ERROR:
                 raise ApiError(500, f"generation failed: {self.outputs[i].error}")
-            if output.finish_reason == "cancelled":
+            if output.finish_reason is FinishReason.CANCELLED:
                 raise ApiError(503, "the request was given up because the server shuts down")
 
 

@@ -5,12 +5,14 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
 
+from tensorrt_llm.executor.errors import EngineDeadError
 from tensorrt_llm.logger import logger
 from tensorrt_llm.serve.engine_host import EngineHost, Phase
 from tensorrt_llm.serve.openai_server import OpenAIServer
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from tensorrt_llm.llmapi import LLM
 
 _DRAIN_SECONDS = 1.0  # running requests may finish for so long once the server is told to stop
+_EXIT_SECONDS = 1.9  # and then the process is gone, even if a rank does not leave
 _LINGER_SECONDS = 0.5  # after the engine's death: time to answer 503 instead of closing the door
 
 
@@ -29,7 +32,9 @@ def bind(host: str, port: int) -> socket.socket:
         OSError: naming the address that cannot be had.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # Of localhost's two addresses 127.0.0.1 is the one that people type.
+        family, *_, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
@@ -79,11 +84,16 @@ async def _live(host: EngineHost, server: "_Server") -> None:
         logger.error("%s, so the server ends", Phase.DEAD)
     except Exception as error:
         host.phase = Phase.DEAD
-        logger.error("the model cannot be served: %s", error)
+        logger.error("the model cannot be served: %s", error, exc_info=_is_a_bug(error))
     if not server.should_exit:
         server.exit_code = 1
         await asyncio.sleep(_LINGER_SECONDS)
         server.should_exit = True
+
+
+def _is_a_bug(error: Exception) -> bool:
+    """Whether the message alone would not tell the user what to change."""
+    return not isinstance(error, ValueError | OSError | EngineDeadError)
 
 
 class _Server(uvicorn.Server):
@@ -103,5 +113,8 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._host.stop()
+        last_resort = threading.Timer(_EXIT_SECONDS, os._exit, [self.exit_code])
+        last_resort.daemon = True
+        last_resort.start()
         asyncio.get_running_loop().call_later(_DRAIN_SECONDS, self._api.abort_all)
         await super().shutdown(sockets)

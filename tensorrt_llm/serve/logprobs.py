@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from tensorrt_llm._torch.pyexecutor.messages import TokenLogprobs
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from tensorrt_llm.llmapi import TokenLogprobs
 
 
 class TokenTexts:
@@ -49,7 +49,7 @@ def _byte_of_letter() -> dict[str, int]:
 def completion_logprobs(
     texts: TokenTexts,
     tokens: Sequence[int],
-    logprobs: "Sequence[TokenLogprobs | None]",
+    logprobs: Sequence[TokenLogprobs | None],
     offset: int,
 ) -> dict[str, Any]:
     """The legacy form: parallel lists over `tokens`.
@@ -79,7 +79,7 @@ def completion_logprobs(
 
 
 def chat_logprobs(
-    texts: TokenTexts, tokens: Sequence[int], logprobs: "Sequence[TokenLogprobs]", top: int
+    texts: TokenTexts, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int
 ) -> dict[str, Any]:
     """The chat form: one object per token with its `top` most likely alternatives, best first."""
     content = []

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,8 +13,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:
-    from tensorrt_llm.llmapi import EngineStats
+from tensorrt_llm._torch.pyexecutor.messages import EngineStats
 
 FINISH_REASONS = ("stop", "length", "cancelled", "failed")
 
@@ -30,7 +28,7 @@ class ServerMetrics:
         engine_stats: the engine's latest report; None before its first step.
     """
 
-    def __init__(self, engine_stats: "Callable[[], EngineStats | None]") -> None:
+    def __init__(self, engine_stats: Callable[[], EngineStats | None]) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine_stats))
@@ -104,7 +102,7 @@ class SequenceMeter:
 class _EngineCollector(Collector):
     """Reads the engine's own report at scrape time."""
 
-    def __init__(self, stats: "Callable[[], EngineStats | None]") -> None:
+    def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
         self._stats = stats
 
     def collect(self) -> Iterable[Metric]:
@@ -119,7 +117,7 @@ class _EngineCollector(Collector):
             "trtllm_nan_failures", "Sequences failed by NaN logits", value=stats.nan_failures
         )
 
-    def _pools(self, stats: "EngineStats") -> Iterable[Metric]:
+    def _pools(self, stats: EngineStats) -> Iterable[Metric]:
         used = GaugeMetricFamily("trtllm_kv_cache_used_blocks", "Blocks in use", labels=["pool"])
         total = GaugeMetricFamily("trtllm_kv_cache_blocks", "Blocks of the pool", labels=["pool"])
         usage = GaugeMetricFamily("trtllm_kv_cache_usage_ratio", "Used / total", labels=["pool"])

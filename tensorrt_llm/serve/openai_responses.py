@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
+from tensorrt_llm._torch.pyexecutor.messages import FinishReason, TokenLogprobs
 from tensorrt_llm.serve.generation import Delta, Generation
 from tensorrt_llm.serve.logprobs import TokenTexts, chat_logprobs, completion_logprobs
 from tensorrt_llm.serve.openai_protocol import (
@@ -107,7 +108,8 @@ class CompletionAnswer(Answer):
     _chunk_choice = _choice
 
     def _logprobs(self, delta: Delta, echoed: bool) -> Json:
-        tokens, entries = delta.token_ids, list(delta.logprobs)
+        tokens = delta.token_ids
+        entries: list[TokenLogprobs | None] = [*delta.logprobs]
         if echoed:
             tokens = [*delta.source.prompt_token_ids, *tokens]
             entries = [*(delta.source.prompt_logprobs or []), *entries]
@@ -157,7 +159,7 @@ def _chat_choice(
     key: str,
     message: Json,
     logprobs: Json | None,
-    finish_reason: str | None,
+    finish_reason: FinishReason | None,
     stop_reason: int | str | None,
 ) -> Json:
     return {

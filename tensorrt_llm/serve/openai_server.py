@@ -32,6 +32,8 @@ from tensorrt_llm.serve.transport import (
 from tensorrt_llm.version import __version__
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from tensorrt_llm.llmapi import LLM
 
 
@@ -143,7 +145,7 @@ class OpenAIServer:
             body, request, generation, ChatAnswer(body, self._token_texts(llm))
         )
 
-    def _require_ready(self) -> None:
+    async def _require_ready(self) -> None:
         self._host.ready()
 
     def _llm_for(self, body: SamplingRequest) -> "LLM":
@@ -194,17 +196,22 @@ class OpenAIServer:
 
     def _token_texts(self, llm: "LLM") -> TokenTexts:
         if self._texts is None:
-            self._texts = TokenTexts(llm.tokenizer)
+            self._texts = TokenTexts(_tokenizer(llm))
         return self._texts
 
     def _chat_template(self, llm: "LLM") -> ChatTemplate:
         if self._template is None:
-            self._template = ChatTemplate(llm.tokenizer, self._template_source)
+            self._template = ChatTemplate(_tokenizer(llm), self._template_source)
         return self._template
 
 
 def _prompt_text(llm: "LLM", prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else llm.tokenizer.decode(prompt)
+    return prompt if isinstance(prompt, str) else str(_tokenizer(llm).decode(prompt))
+
+
+def _tokenizer(llm: "LLM") -> "PreTrainedTokenizerBase":
+    assert llm.tokenizer is not None, "the command refuses skip_tokenizer_init"
+    return llm.tokenizer
 
 
 def _named_field(body: SamplingRequest, message: str) -> str | None:

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from tensorrt_llm.executor.errors import EngineDeadError
 from tensorrt_llm.logger import logger
 from tensorrt_llm.serve.errors import ApiError
 from tensorrt_llm.serve.fields import request_error
@@ -77,6 +78,9 @@ def api_error(error: Exception) -> ApiError:
     """What a client is told about `error`."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, EngineDeadError):  # its traceback is in the log already
+        cause, *rest = str(error).splitlines()
+        return ApiError(500, f"the engine has died: {' ... '.join([cause, *rest[-1:]])}")
     logger.error("a request failed", exc_info=error)
     return ApiError(500, f"{type(error).__name__}: {error}")
 

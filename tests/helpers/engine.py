@@ -69,7 +69,9 @@ def generate(engine: PyExecutor, prompts: list[list[int]], new_tokens: int) -> l
     return [tokens[i] for i in range(len(prompts))]
 
 
-def run_ranks(tp_size: int, work: Callable[..., Any], *args: Any, device: str = "cpu", **mapping: Any) -> list[Any]:
+def run_ranks(
+    tp_size: int, work: Callable[..., Any], *args: Any, device: str = "cpu", **mapping: Any
+) -> list[Any]:
     """`work(mapping, *args)` on `tp_size` real rank processes; their results in rank order.
 
     Raises:
@@ -82,7 +84,14 @@ def run_ranks(tp_size: int, work: Callable[..., Any], *args: Any, device: str = 
         ranks = [
             context.Process(
                 target=_rank_main,
-                args=(Mapping(world_size=tp_size, tp_size=tp_size, rank=r, **mapping), device, rendezvous, results, work, args),
+                args=(
+                    Mapping(world_size=tp_size, tp_size=tp_size, rank=r, **mapping),
+                    device,
+                    rendezvous,
+                    results,
+                    work,
+                    args,
+                ),
             )
             for r in range(tp_size)
         ]
@@ -101,7 +110,12 @@ def run_ranks(tp_size: int, work: Callable[..., Any], *args: Any, device: str = 
 
 
 def _rank_main(
-    mapping: Mapping, device: str, rendezvous: str, results: Any, work: Callable[..., Any], args: tuple[Any, ...]
+    mapping: Mapping,
+    device: str,
+    rendezvous: str,
+    results: Any,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     if device == "cuda":

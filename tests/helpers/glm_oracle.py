@@ -59,9 +59,17 @@ BASE: dict[str, Any] = {
 # Layer patterns like GLM-5.2's and unlike them.
 VARIANTS: dict[str, dict[str, Any]] = {
     "glm52": {},
-    "odd_pattern": {"num_hidden_layers": 7, "indexer_types": ["full", "shared", "full", "shared", "shared", "full", "full"]},
+    "odd_pattern": {
+        "num_hidden_layers": 7,
+        "indexer_types": ["full", "shared", "full", "shared", "shared", "full", "full"],
+    },
     "every_layer_full": {"num_hidden_layers": 4, "index_topk_freq": 1, "index_skip_topk_offset": 2},
-    "one_dense_layer": {"num_hidden_layers": 5, "first_k_dense_replace": 1, "num_attention_heads": 8, "index_topk": 12},
+    "one_dense_layer": {
+        "num_hidden_layers": 5,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": 8,
+        "index_topk": 12,
+    },
     "topk_above_context": {"num_hidden_layers": 5, "index_topk": 256},
 }
 
@@ -84,7 +92,8 @@ def hub_config(overrides: dict[str, Any]) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
     freq, offset = config["index_topk_freq"], config["index_skip_topk_offset"]
     config.setdefault(
-        "indexer_types", ["full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(layers)]
+        "indexer_types",
+        ["full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(layers)],
     )
     config["num_key_value_heads"] = config["num_attention_heads"]
     dense = config["first_k_dense_replace"]
@@ -95,7 +104,9 @@ def hub_config(overrides: dict[str, Any]) -> dict[str, Any]:
 
 def load_oracle(directory: Path, dtype: torch.dtype = torch.float32) -> GlmMoeDsaForCausalLM:
     """transformers' model of a checkpoint, with eager attention."""
-    return GlmMoeDsaForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
+    return GlmMoeDsaForCausalLM.from_pretrained(
+        directory, dtype=dtype, attn_implementation="eager"
+    ).eval()
 
 
 @torch.no_grad()
@@ -117,13 +128,20 @@ def oracle_generate(model: GlmMoeDsaForCausalLM, prompt: list[int], new_tokens: 
 def oracle_forward(
     model: GlmMoeDsaForCausalLM, tokens: list[int]
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-    """(logits [tokens, vocab], per layer output hidden states [tokens, hidden], per layer top-k [tokens, k])."""
+    """(logits [tokens, vocab], per layer output hidden states [tokens, hidden], per layer top-k
+    [tokens, k])."""
     hidden: list[torch.Tensor] = []
     topk: list[torch.Tensor] = []
     hooks = []
     for layer in model.model.layers:
-        hooks.append(layer.register_forward_hook(lambda _m, _a, out: hidden.append(_first(out)[0].clone())))
-        hooks.append(layer.self_attn.register_forward_hook(lambda _m, _a, out: topk.append(out[2][0].clone())))
+        hooks.append(
+            layer.register_forward_hook(lambda _m, _a, out: hidden.append(_first(out)[0].clone()))
+        )
+        hooks.append(
+            layer.self_attn.register_forward_hook(
+                lambda _m, _a, out: topk.append(out[2][0].clone())
+            )
+        )
     try:
         logits = model(torch.tensor([tokens]), use_cache=False).logits[0]
     finally:
@@ -142,7 +160,8 @@ def _first(out: Any) -> torch.Tensor:
 
 
 def _randomise(module: torch.nn.Module, seed: int) -> None:
-    """Every tensor non-trivial: norms around 1, biases non-zero, matrices scaled by their fan-in."""
+    """Every tensor non-trivial: norms around 1, biases non-zero, matrices scaled by their
+    fan-in."""
     generator = torch.Generator().manual_seed(seed)
     named = dict(module.named_parameters())
     named |= {n: b for n, b in module.named_buffers() if n.endswith("e_score_correction_bias")}

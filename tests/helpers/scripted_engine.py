@@ -49,6 +49,8 @@ class ScriptedModel:
     So a wrong block, a shared block, a gap between chunks or a wrong position changes the tokens.
     """
 
+    weights_bytes = 0
+
     def __init__(self, kv: KVCacheManagerV2, config: ExecutorConfig, rule: Rule) -> None:
         self.kv, self.config, self.rule = kv, config, rule
         self.steps: list[tuple[list[int], int]] = []  # chunk lengths and number of generations

@@ -1,4 +1,5 @@
-"""Writing token rows into the paged pools. A negative slot or offset is padding and writes nowhere."""
+"""Writing token rows into the paged pools. A negative slot or offset is padding and writes
+nowhere."""
 
 import torch
 
@@ -22,7 +23,9 @@ def scatter_rows(rows: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) 
         try:
             rows.index_copy_(0, slots, values)
             return
-        except IndexError:  # padding, which no CPU step has; what was written is written again below
+        except (
+            IndexError
+        ):  # padding, which no CPU step has; what was written is written again below
             pass
     width = rows.shape[1] * rows.element_size()
     scatter_bytes(rows, torch.where(slots < 0, slots, slots * width), values)
@@ -39,7 +42,9 @@ def scatter_bytes(pool: torch.Tensor, offsets: torch.Tensor, values: torch.Tenso
     flat, data = pool.view(torch.uint8).view(-1), values.contiguous().view(torch.uint8)
     if flat.is_cuda:
         width = data.shape[1]
-        _scatter_bytes_kernel[(data.shape[0],)](flat, offsets, data, width, triton.next_power_of_2(width))
+        _scatter_bytes_kernel[(data.shape[0],)](
+            flat, offsets, data, width, triton.next_power_of_2(width)
+        )
         return
     keep = offsets >= 0
     where = offsets[keep, None] + torch.arange(data.shape[1])
@@ -49,10 +54,14 @@ def scatter_bytes(pool: torch.Tensor, offsets: torch.Tensor, values: torch.Tenso
 if triton is not None:
 
     @triton.jit
-    def _scatter_bytes_kernel(pool, offsets, values, width, BLOCK: tl.constexpr):
+    def _scatter_bytes_kernel(  # type: ignore[no-untyped-def]
+        pool, offsets, values, width, BLOCK: tl.constexpr
+    ):
         """One program per token copies `width` bytes."""
         token = tl.program_id(0).to(tl.int64)
         offset = tl.load(offsets + token)
         column = tl.arange(0, BLOCK)
         keep = (column < width) & (offset >= 0)
-        tl.store(pool + offset + column, tl.load(values + token * width + column, mask=keep), mask=keep)
+        tl.store(
+            pool + offset + column, tl.load(values + token * width + column, mask=keep), mask=keep
+        )

@@ -22,7 +22,9 @@ def quantize_e4m3_ue8m0(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     channels = x.shape[-1]
     if channels > QUANT_BLOCK and channels % QUANT_BLOCK:
-        raise ValueError(f"{channels} channels: above {QUANT_BLOCK} only multiples of it can be quantised")
+        raise ValueError(
+            f"{channels} channels: above {QUANT_BLOCK} only multiples of it can be quantised"
+        )
     blocks = x.float().unflatten(-1, (num_scales(channels), -1))
     scale = _round_up_to_power_of_two(blocks.abs().amax(-1).clamp(min=MIN_AMAX) / E4M3_MAX)
     quantised = (blocks / scale.unsqueeze(-1)).flatten(-2).to(torch.float8_e4m3fn)

@@ -1,4 +1,5 @@
-"""The process group of the ranks: gloo for CPU tensors and control messages, NCCL for CUDA tensors."""
+"""The process group of the ranks: gloo for CPU tensors and control messages, NCCL for CUDA
+tensors."""
 
 from datetime import timedelta
 from typing import TypeVar

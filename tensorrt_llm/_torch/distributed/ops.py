@@ -9,8 +9,8 @@ from tensorrt_llm.mapping import Mapping
 class AllReduce:
     """Sum over the tensor-parallel ranks, bitwise the same on all of them.
 
-    On the CPU the partial sums are gathered and added in rank order in fp32, so the result depends neither on
-    the transport nor on timing. On CUDA it is NCCL's all-reduce.
+    On the CPU the partial sums are gathered and added in rank order in fp32, so the result depends
+    neither on the transport nor on timing. On CUDA it is NCCL's all-reduce.
     """
 
     def __init__(self, mapping: Mapping) -> None:

@@ -15,7 +15,8 @@ from tensorrt_llm.logger import logger
 def load_model(
     directory: Path, config: ModelConfig, *, load_format: str = "auto", progress: bool = False
 ) -> GlmMoeDsaForCausalLM:
-    """Build the model and fill it from `directory`, or with random weights for `load_format` "dummy".
+    """Build the model and fill it from `directory`, or with random weights for `load_format`
+    "dummy".
 
     Raises:
         CheckpointError: the checkpoint and the model do not agree, tensor by tensor.

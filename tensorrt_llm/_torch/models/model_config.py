@@ -1,4 +1,5 @@
-"""A checkpoint's config.json, read strictly: what the model needs is there and is something this model can do."""
+"""A checkpoint's config.json, read strictly: what the model needs is there and is something this
+model can do."""
 
 import json
 from dataclasses import dataclass, field
@@ -77,7 +78,9 @@ class PretrainedConfig:
         """Read `directory`/config.json; see `from_dict`."""
         path = directory / "config.json"
         if not path.is_file():
-            raise ValueError(f"{path} does not exist; {directory} is no checkpoint in the hub layout")
+            raise ValueError(
+                f"{path} does not exist; {directory} is no checkpoint in the hub layout"
+            )
         return cls.from_dict(json.loads(path.read_text()))
 
     @classmethod
@@ -85,14 +88,18 @@ class PretrainedConfig:
         """Check and pick the fields of a parsed config.json.
 
         Raises:
-            ValueError: another architecture, a needed field that is missing, or a value this model does not do.
+            ValueError: another architecture, a needed field that is missing, or a value this model
+                does not do.
         """
         if raw.get("architectures") != [ARCHITECTURE]:
-            raise ValueError(f"architectures is {raw.get('architectures')}; this project serves ['{ARCHITECTURE}']")
+            raise ValueError(
+                f"architectures is {raw.get('architectures')}; "
+                f"this project serves ['{ARCHITECTURE}']"
+            )
         values = _with_defaults(raw)
         _check_fixed_values(values)
         layers = _needed(values, "num_hidden_layers")
-        derived = {
+        derived: dict[str, Any] = {
             "rope_theta": _rope_theta(values),
             "dense_layers": _dense_layers(values, layers),
             "full_indexer_layers": full_indexer_layers(
@@ -104,7 +111,9 @@ class PretrainedConfig:
             ),
             "raw": raw,
         }
-        picked = {name: _needed(values, name) for name in cls.__dataclass_fields__ if name not in derived}
+        picked = {
+            name: _needed(values, name) for name in cls.__dataclass_fields__ if name not in derived
+        }
         return cls(**picked, **derived)
 
     @property
@@ -117,8 +126,8 @@ class ModelConfig:
     """Everything that building the model needs.
 
     Args:
-        latent_norm_eps: eps of the norms of q_a and kv_a; None takes rms_norm_eps, as production engines do.
-            transformers builds them with 1e-6.
+        latent_norm_eps: eps of the norms of q_a and kv_a; None takes rms_norm_eps, as production
+            engines do. transformers builds them with 1e-6.
         kv_cache_fp8: e4m3 latents and index keys.
     """
 
@@ -152,9 +161,13 @@ def _with_defaults(raw: dict[str, Any]) -> dict[str, Any]:
 def _check_fixed_values(values: dict[str, Any]) -> None:
     for name, expected in FIXED_VALUES.items():
         if values[name] != expected:
-            raise ValueError(f"config.json has {name} = {values[name]!r}; the model is written for {expected!r}")
+            raise ValueError(
+                f"config.json has {name} = {values[name]!r}; the model is written for {expected!r}"
+            )
     if values["moe_router_dtype"] not in ("float32", None):
-        raise ValueError(f"moe_router_dtype is {values['moe_router_dtype']!r}; the router is float32")
+        raise ValueError(
+            f"moe_router_dtype is {values['moe_router_dtype']!r}; the router is float32"
+        )
 
 
 def _needed(values: dict[str, Any], name: str) -> Any:
@@ -164,7 +177,8 @@ def _needed(values: dict[str, Any], name: str) -> Any:
 
 
 def _rope_theta(values: dict[str, Any]) -> float:
-    """From rope_parameters, or the older flat rope_theta. There is no default: 1e4 would be silently wrong."""
+    """From rope_parameters, or the older flat rope_theta. There is no default: 1e4 would be
+    silently wrong."""
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     kind = rope.get("rope_type", "default")
     if kind != "default":
@@ -181,12 +195,15 @@ def _dense_layers(values: dict[str, Any], layers: int) -> tuple[bool, ...]:
         first = _needed(values, "first_k_dense_replace")
         return tuple(i < first for i in range(layers))
     if len(types) != layers or set(types) - {"dense", "sparse"}:
-        raise ValueError(f"mlp_layer_types is {types}; it needs {layers} entries of 'dense' or 'sparse'")
+        raise ValueError(
+            f"mlp_layer_types is {types}; it needs {layers} entries of 'dense' or 'sparse'"
+        )
     return tuple(kind == "dense" for kind in types)
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """The ids that end an answer: generation_config.json's, else config.json's, as transformers has it."""
+    """The ids that end an answer: generation_config.json's, else config.json's, as transformers
+    has it."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         ids = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None

@@ -1,6 +1,8 @@
-"""The built-in GLM-MoE-DSA model: MLA with sparse attention, dense and mixture-of-experts layers."""
+"""The built-in GLM-MoE-DSA model: MLA with sparse attention, dense and mixture-of-experts
+layers."""
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import nn
@@ -64,9 +66,12 @@ class Deepseekv3MoE(nn.Module):
 
 
 class DeepseekV3DecoderLayer(nn.Module):
-    """x += attention(norm(x)); x += mlp(norm(x)), with each addition done together with the next norm."""
+    """x += attention(norm(x)); x += mlp(norm(x)), with each addition done together with the next
+    norm."""
 
-    def __init__(self, config: ModelConfig, layer_idx: int, *, dense: bool, full_indexer: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, layer_idx: int, *, dense: bool, full_indexer: bool
+    ) -> None:
         super().__init__()
         model = config.pretrained_config
         norm = (model.hidden_size, model.rms_norm_eps, config.dtype, config.device)
@@ -95,7 +100,8 @@ class DeepseekV3DecoderLayer(nn.Module):
         rotations: torch.Tensor,
         attn_metadata: DSAtrtllmAttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(output of the previous block, residual before it) -> the same after this layer, [tokens, hidden] each."""
+        """(output of the previous block, residual before it) -> the same after this layer,
+        [tokens, hidden] each."""
         hidden_states, residual = _norm(self.input_layernorm, hidden_states, residual)
         hidden_states = self.self_attn(hidden_states, rotations, attn_metadata)
         hidden_states, residual = self.post_attention_layernorm.add_norm(hidden_states, residual)
@@ -108,7 +114,9 @@ class DeepseekV3Model(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         model = config.pretrained_config
-        self.embed_tokens = Embedding(model.vocab_size, model.hidden_size, config.dtype, config.device)
+        self.embed_tokens = Embedding(
+            model.vocab_size, model.hidden_size, config.dtype, config.device
+        )
         self.rotary = RotaryEmbedding(
             model.qk_rope_head_dim, model.rope_theta, model.max_position_embeddings, config.device
         )
@@ -123,7 +131,7 @@ class DeepseekV3Model(nn.Module):
     def weight_specs(self, name: str) -> Iterator[WeightSpec]:
         yield from self.embed_tokens.weight_specs(f"{name}.embed_tokens")
         for i, layer in enumerate(self.layers):
-            yield from layer.weight_specs(f"{name}.layers.{i}")
+            yield from cast(DeepseekV3DecoderLayer, layer).weight_specs(f"{name}.layers.{i}")
         yield from self.norm.weight_specs(f"{name}.norm")
 
     def forward(
@@ -132,7 +140,8 @@ class DeepseekV3Model(nn.Module):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """input_ids, position_ids int64 [tokens] -> hidden states after the final norm [tokens, hidden]."""
+        """input_ids, position_ids int64 [tokens] -> hidden states after the final norm [tokens,
+        hidden]."""
         hidden_states, residual = self.embed_tokens(input_ids), None
         rotations = self.rotary.rotations(position_ids)
         for layer in self.layers:
@@ -160,7 +169,9 @@ class GlmMoeDsaForCausalLM(nn.Module):
     def unused_weights(self) -> dict[str, str]:
         """Checkpoint tensors that are not loaded: name pattern -> reason."""
         first_extra = self.config.pretrained_config.num_hidden_layers
-        extra = range(first_extra, first_extra + self.config.pretrained_config.num_nextn_predict_layers)
+        extra = range(
+            first_extra, first_extra + self.config.pretrained_config.num_nextn_predict_layers
+        )
         return {f"model.layers.{i}.*": "MTP layer, and speculation is off" for i in extra}
 
     @torch.inference_mode()

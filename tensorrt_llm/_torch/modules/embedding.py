@@ -1,4 +1,5 @@
-"""Token embedding, a full copy on every rank, and the LM head, a slice of the vocabulary on each."""
+"""Token embedding, a full copy on every rank, and the LM head, a slice of the vocabulary on
+each."""
 
 from collections.abc import Iterator
 
@@ -15,7 +16,9 @@ from tensorrt_llm.mapping import Mapping
 class Embedding(nn.Module):
     """Rows of `weight` [vocab_size, hidden_size] by token id."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         self.weight = empty_parameter((vocab_size, hidden_size), dtype, device)
 
@@ -31,7 +34,12 @@ class LMHead(nn.Module):
     """Logits over the vocabulary; each rank computes its slice and gathers the others'."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, mapping: Mapping, dtype: torch.dtype, device: torch.device
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        mapping: Mapping,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.mapping = mapping

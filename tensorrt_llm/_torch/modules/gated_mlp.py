@@ -15,8 +15,10 @@ from tensorrt_llm.mapping import Mapping
 class GatedMLP(nn.Module):
     """down(silu(gate x) * up x), split over all tensor-parallel ranks along the intermediate size.
 
-    The partial sums are reduced over the whole TP group, so the split is over the whole group too, also when it
-    spans nodes: a split capped at the GPUs of one node would count each partial sum tp / mlp_tp times (A3).
+    The partial sums are reduced over the whole TP group, so the split is over the whole group too,
+    also when it
+    spans nodes: a split capped at the GPUs of one node would count each partial sum tp / mlp_tp
+        times (A3).
 
     Args:
         reduce_output: False returns this rank's partial sum.
@@ -41,7 +43,9 @@ class GatedMLP(nn.Module):
         self.reduce = AllReduce(mapping) if reduce_output else None
 
     def weight_specs(self, name: str) -> Iterator[WeightSpec]:
-        yield from gated_mlp_specs(name, self.gate_up_proj.data, self.down_proj.data, self.intermediate_size, self.part)
+        yield from gated_mlp_specs(
+            name, self.gate_up_proj.data, self.down_proj.data, self.intermediate_size, self.part
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden_size] -> [tokens, hidden_size]."""
@@ -56,7 +60,11 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def gated_mlp_specs(
-    name: str, gate_up: torch.Tensor, down: torch.Tensor, intermediate_size: int, part: tuple[int, int]
+    name: str,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    intermediate_size: int,
+    part: tuple[int, int],
 ) -> Iterator[WeightSpec]:
     """Specs of one SwiGLU block whose gate rows are stored before its up rows.
 
@@ -66,6 +74,10 @@ def gated_mlp_specs(
     """
     hidden, local = down.shape
     shape = (intermediate_size, hidden)
-    yield WeightSpec(f"{name}.gate_proj.weight", shape, gate_up[:local], rows=part, quantizable=True)
+    yield WeightSpec(
+        f"{name}.gate_proj.weight", shape, gate_up[:local], rows=part, quantizable=True
+    )
     yield WeightSpec(f"{name}.up_proj.weight", shape, gate_up[local:], rows=part, quantizable=True)
-    yield WeightSpec(f"{name}.down_proj.weight", (hidden, intermediate_size), down, cols=part, quantizable=True)
+    yield WeightSpec(
+        f"{name}.down_proj.weight", (hidden, intermediate_size), down, cols=part, quantizable=True
+    )

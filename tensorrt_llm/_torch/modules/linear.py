@@ -13,7 +13,8 @@ from tensorrt_llm.mapping import Mapping
 
 
 class TensorParallelMode(Enum):
-    """COLUMN splits the outputs, ROW the inputs (partial sums), NONE keeps a full copy on each rank."""
+    """COLUMN splits the outputs, ROW the inputs (partial sums), NONE keeps a full copy on each
+    rank."""
 
     NONE = "none"
     COLUMN = "column"
@@ -21,7 +22,8 @@ class TensorParallelMode(Enum):
 
 
 def shard_range(size: int, mapping: Mapping, what: str) -> tuple[int, int]:
-    """This rank's (start, stop) of `size` split evenly; ValueError names `what` when it does not divide."""
+    """This rank's (start, stop) of `size` split evenly; ValueError names `what` when it does not
+    divide."""
     if size % mapping.tp_size:
         raise ValueError(f"{what} is {size}, which tp_size {mapping.tp_size} does not divide")
     part = size // mapping.tp_size
@@ -32,7 +34,8 @@ class Linear(nn.Module):
     """y = x W^T with W [out_features, in_features] (this rank's part of it).
 
     Args:
-        reduce_output: ROW only; sum the partial results over the ranks here. False leaves that to the caller.
+        reduce_output: ROW only; sum the partial results over the ranks here. False leaves that to
+            the caller.
     """
 
     def __init__(
@@ -55,12 +58,19 @@ class Linear(nn.Module):
             self.cols = shard_range(in_features, mapping, "in_features")
         local = (_extent(self.rows, out_features), _extent(self.cols, in_features))
         self.weight = empty_parameter(local, dtype, device)
-        self.reduce = AllReduce(mapping) if mode is TensorParallelMode.ROW and reduce_output else None
+        self.reduce = (
+            AllReduce(mapping) if mode is TensorParallelMode.ROW and reduce_output else None
+        )
 
     def weight_specs(self, name: str) -> Iterator[WeightSpec]:
         """What to load: `name` is the hub name without `.weight`."""
         yield WeightSpec(
-            f"{name}.weight", self.shape, self.weight.data, rows=self.rows, cols=self.cols, quantizable=True
+            f"{name}.weight",
+            self.shape,
+            self.weight.data,
+            rows=self.rows,
+            cols=self.cols,
+            quantizable=True,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +78,9 @@ class Linear(nn.Module):
         return y if self.reduce is None else self.reduce(y)
 
 
-def empty_parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+def empty_parameter(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> nn.Parameter:
     """A parameter for inference: no gradient, values from the loader."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 

@@ -1,6 +1,8 @@
 """RMSNorm, with the residual add that comes before it, and the indexer's LayerNorm."""
 
+import functools
 from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -11,28 +13,57 @@ from tensorrt_llm._torch.modules.weight_spec import WeightSpec
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; statistics in fp32."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; statistics in fp32.
 
-    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    On CUDA in half precision it is flashinfer's kernel where flashinfer is installed.
+    """
+
+    def __init__(
+        self, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.weight = empty_parameter((hidden_size,), dtype, device)
+        half_on_cuda = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+        self.kernels = _flashinfer_norm() if half_on_cuda else None
 
     def weight_specs(self, name: str) -> Iterator[WeightSpec]:
         yield WeightSpec(f"{name}.weight", tuple(self.weight.shape), self.weight.data, init="norm")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] -> same shape and dtype."""
+        if self.kernels is not None:
+            return self.kernels.rmsnorm(x.contiguous(), self.weight, self.eps)
         return rms_norm(x, self.weight, self.eps)
 
-    def add_norm(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual); the sum is rounded to the activation dtype once."""
+    def add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual), both [tokens, hidden_size].
+
+        flashinfer writes them over x and residual, and norms the sum before it is rounded; the
+        plain form rounds the sum first.
+        """
+        if self.kernels is not None:
+            self.kernels.fused_add_rmsnorm(x, residual, self.weight, self.eps)
+            return x, residual
         total = x + residual
         return rms_norm(total, self.weight, self.eps), total
 
 
+@functools.cache
+def _flashinfer_norm() -> ModuleType | None:
+    """flashinfer's norm kernels, or None where the package is not installed."""
+    try:
+        import flashinfer.norm
+    except ImportError:
+        return None
+    return flashinfer.norm
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The normalised value is rounded to x's dtype before the weight multiplies it, as transformers does."""
+    """The normalised value is rounded to x's dtype before the weight multiplies it, as in
+    transformers."""
     if x.dtype == torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
     wide = x.float()
@@ -42,7 +73,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 class LayerNorm(nn.Module):
     """LayerNorm with weight and bias; the indexer's key norm (eps 1e-6)."""
 
-    def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, hidden_size: int, eps: float, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.weight = empty_parameter((hidden_size,), dtype, device)

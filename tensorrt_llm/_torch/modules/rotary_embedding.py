@@ -19,7 +19,8 @@ class RotaryEmbedding:
         self.table = torch.polar(torch.ones_like(angles), angles).to(device)  # complex64
 
     def rotations(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """position_ids [tokens] (negative: padding, any rotation) -> complex64 [tokens, 1, dim / 2]."""
+        """position_ids [tokens] (negative: padding, any rotation) -> complex64 [tokens, 1, dim /
+        2]."""
         return self.table[position_ids.clamp(min=0)].unsqueeze(1)
 
 

@@ -1,4 +1,5 @@
-"""One line of the loading plan: which part of which checkpoint tensor fills which part of which parameter."""
+"""One line of the loading plan: which part of which checkpoint tensor fills which part of which
+parameter."""
 
 from dataclasses import dataclass
 
@@ -12,12 +13,15 @@ class WeightSpec:
     Args:
         name: hub name of the tensor, for example `model.layers.3.mlp.experts.7.up_proj.weight`.
         shape: its full logical shape in the checkpoint, before packing, (out, in) for a matrix.
-        target: the parameter or a view into it that receives the values, shaped as the selected part.
-        rows, cols: the part of the first and second dimension that this rank needs, as (start, stop); None is all.
-        quantizable: the checkpoint may store it as FP8 128x128 blocks or NVFP4 groups; else only plain floats.
+        target: the parameter or a view into it that receives the values, shaped as the selected
+            part.
+        rows, cols: the part of the first and second dimension that this rank needs, as (start,
+            stop); None is all.
+        quantizable: the checkpoint may store it as FP8 128x128 blocks or NVFP4 groups; else only
+            plain floats.
         exact_fp32: the checkpoint has to store it as F32 (e_score_correction_bias).
-        init: how `load_format: dummy` fills it: "matrix" (normal, std = fan_in ** -0.5), "norm" (ones),
-            "zero" or "router_bias" (values near 7, distinct in fp32 only).
+        init: how `load_format: dummy` fills it: "matrix" (normal, std = fan_in ** -0.5), "norm"
+            (ones), "zero" or "router_bias" (values near 7, distinct in fp32 only).
     """
 
     name: str

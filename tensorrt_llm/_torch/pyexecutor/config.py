@@ -1,4 +1,5 @@
-"""Everything a rank process needs to know, resolved once by `LlmArgs` and never defaulted again below it."""
+"""Everything a rank process needs to know, resolved once by `LlmArgs` and never defaulted again
+below it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ class ExecutorConfig:
         mapping: this rank's place.
         load_format: "auto" reads the checkpoint, "dummy" makes random weights on the device.
         latent_norm_eps: None takes `rms_norm_eps` for MLA's latent norms; transformers uses 1e-6.
-        kv_cache_dtype: "auto" (the activation dtype) or "fp8" (e4m3 latents at unit scale, e4m3 index keys).
+        kv_cache_dtype: "auto" (the activation dtype) or "fp8" (e4m3 latents at unit scale, e4m3
+            index keys).
         tokens_per_block: tokens in one page of every pool.
         kv_cache_max_tokens: bound on cached tokens per pool; None sizes the pools by memory.
         free_gpu_memory_fraction: share of the memory left after loading that the pools may take.
@@ -28,8 +30,10 @@ class ExecutorConfig:
         cuda_graph_batch_sizes: decode batch sizes to capture, ascending; empty turns graphs off.
         disable_overlap_scheduler: run the plain step loop.
         attn_backend, modeling_v2, speculative: carried for the rooms that read them.
-        stop_tokenizer: directory of the tokenizer that stop strings are matched with; None refuses them.
-        num_threads: CPU threads of one rank; None leaves torch's choice divided by the ranks of the host.
+        stop_tokenizer: directory of the tokenizer that stop strings are matched with; None refuses
+            them.
+        num_threads: CPU threads of one rank; None leaves torch's choice divided by the ranks of
+            the host.
         iter_perf_stats: collect per-step statistics.
     """
 

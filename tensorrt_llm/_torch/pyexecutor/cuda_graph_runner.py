@@ -1,7 +1,9 @@
-"""Decode steps as CUDA graphs: one per batch size, and per side of the short/long seam of the indexer."""
+"""Decode steps as CUDA graphs: one per batch size, and per side of the short/long seam of the
+indexer."""
 
 import bisect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -18,29 +20,38 @@ PADDING = -1  # cached tokens of a padding row: its length becomes 0 and it writ
 class CUDAGraphRunner:
     """Captures the model over the metadata's fixed buffers and replays it.
 
-    A batch runs in the smallest captured size that holds it; the rows above it are padding, which writes
-    nowhere and whose logits are dropped. While no request has more than `index_topk` tokens a graph without
-    index scores serves ("short").
+    A batch runs in the smallest captured size that holds it; the rows above it are padding, which
+    writes nowhere and whose logits are dropped. While no request has more than `index_topk` tokens
+    a graph without index scores serves ("short").
 
     Args:
         batch_sizes: sizes to capture; none turns graphs off.
 
     Raises:
-        ValueError: a size that is larger than a step may be or than the experts' capturable path serves.
+        ValueError: a size that is larger than a step may be or than the experts' capturable path
+            serves.
     """
 
     def __init__(
-        self, model: GlmMoeDsaForCausalLM, attn_metadata: DSAtrtllmAttentionMetadata, batch_sizes: Sequence[int]
+        self,
+        model: GlmMoeDsaForCausalLM,
+        attn_metadata: DSAtrtllmAttentionMetadata,
+        batch_sizes: Sequence[int],
     ) -> None:
         self.model, self.attn_metadata = model, attn_metadata
         self.batch_sizes = sorted(set(batch_sizes))
         largest = min(attn_metadata.max_num_requests, MAX_GRAPH_TOKENS)
         if self.batch_sizes and self.batch_sizes[-1] > largest:
-            raise ValueError(f"cuda graph batch size {self.batch_sizes[-1]} is above {largest}, the most that fits")
+            raise ValueError(
+                f"cuda graph batch size {self.batch_sizes[-1]} is above {largest}, "
+                "the most that fits"
+            )
         self.graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self.pool: tuple[int, int] | None = None
+        self.pool: Any = None  # memory that all graphs share, known after the first capture
         self.input_ids = torch.zeros(
-            self.batch_sizes[-1] if self.batch_sizes else 0, dtype=torch.int64, device=attn_metadata.device
+            self.batch_sizes[-1] if self.batch_sizes else 0,
+            dtype=torch.int64,
+            device=attn_metadata.device,
         )
 
     def fits(self, batch_size: int) -> bool:
@@ -49,13 +60,16 @@ class CUDAGraphRunner:
     def capture_all(self, progress: bool) -> None:
         """Capture from the largest size down, so that the smaller ones reuse its memory."""
         for batch_size in tqdm(
-            self.batch_sizes[::-1], desc="Capturing decode graphs", disable=not progress or not self.batch_sizes
+            self.batch_sizes[::-1],
+            desc="Capturing decode graphs",
+            disable=not progress or not self.batch_sizes,
         ):
             for short in (True, False):
                 self.graphs[batch_size, short] = self._capture(batch_size, short)
 
     def replay(self, request_ids: list[int], tokens: list[int], cached: list[int]) -> torch.Tensor:
-        """One token of each request -> fp32 logits [requests, vocab_size], valid until the next replay."""
+        """One token of each request -> fp32 logits [requests, vocab_size], valid until the next
+        replay."""
         batch_size = self.batch_sizes[bisect.bisect_left(self.batch_sizes, len(tokens))]
         self._set_sequences(request_ids, cached, batch_size)
         self.attn_metadata.prepare(static_width=True)
@@ -86,4 +100,6 @@ class CUDAGraphRunner:
         return graph, logits
 
     def _run(self, batch_size: int) -> torch.Tensor:
-        return self.model(self.attn_metadata, self.input_ids[:batch_size], self.attn_metadata.position_ids)
+        return self.model(
+            self.attn_metadata, self.input_ids[:batch_size], self.attn_metadata.position_ids
+        )

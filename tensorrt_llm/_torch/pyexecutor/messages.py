@@ -1,7 +1,7 @@
 """What crosses the border of the engine: requests and cancellations in, responses and reports out.
 
-Plain picklable dataclasses. Every accepted `NewRequest` gets responses whose last one, and only that one,
-has a `finish_reason`.
+Plain picklable dataclasses. Every accepted `NewRequest` gets responses whose last one, and only
+that one, has a `finish_reason`.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,8 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class NewRequest:
-    """One sequence to generate (`n` is already expanded; `choice` tells siblings' random streams apart)."""
+    """One sequence to generate (`n` is already expanded; `choice` tells siblings' random streams
+    apart)."""
 
     request_id: int
     prompt_token_ids: list[int]
@@ -47,7 +48,9 @@ class Logprob:
     rank: int
 
 
-TokenLogprobs = dict[int, Logprob]  # token id -> Logprob: the chosen token and the k most likely ones
+TokenLogprobs = dict[
+    int, Logprob
+]  # token id -> Logprob: the chosen token and the k most likely ones
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,14 @@ class LlmResponse:
 
     Args:
         request_id: whose.
-        token_ids: tokens generated since the last response, the stop token included if one ended it.
+        token_ids: tokens generated since the last response, the stop token included if one ended
+            it.
         logprobs: one entry per token when asked for, else empty.
-        prompt_logprobs: with the first response when asked for; entry i is of prompt token i (first is None).
+        prompt_logprobs: with the first response when asked for; entry i is of prompt token i
+            (first is None).
         finish_reason: None while the request goes on.
-        stop_reason: the stop id or stop string that ended it; None for an eos id, a length or an error.
+        stop_reason: the stop id or stop string that ended it; None for an eos id, a length or an
+            error.
         error: what went wrong, for `FinishReason.ERROR`.
     """
 
@@ -75,7 +81,7 @@ class LlmResponse:
 
 @dataclass(frozen=True)
 class EngineReady:
-    """First message of rank 0 after loading, allocation and warm-up."""
+    """First message of rank 0 after loading, allocation and warm-up; bytes are that rank's."""
 
     max_seq_len: int
     max_num_tokens: int
@@ -84,6 +90,8 @@ class EngineReady:
     eos_token_ids: tuple[int, ...]
     kv_total_blocks: int
     tokens_per_block: int
+    weights_bytes: int
+    kv_cache_bytes: int
 
 
 @dataclass(frozen=True)

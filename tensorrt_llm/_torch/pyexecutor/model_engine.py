@@ -1,4 +1,5 @@
-"""Turns scheduled requests into the model's inputs and runs it, eagerly or by replaying a captured graph."""
+"""Turns scheduled requests into the model's inputs and runs it, eagerly or by replaying a captured
+graph."""
 
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,10 @@ class PyTorchModelEngine:
     """One model on one rank, with its attention metadata and decode graphs."""
 
     def __init__(
-        self, model: GlmMoeDsaForCausalLM, kv_cache_manager: "KVCacheManagerV2", config: "ExecutorConfig"
+        self,
+        model: GlmMoeDsaForCausalLM,
+        kv_cache_manager: "KVCacheManagerV2",
+        config: "ExecutorConfig",
     ) -> None:
         self.model = model
         self.device = model.config.device
@@ -32,6 +36,11 @@ class PyTorchModelEngine:
         )
         self.graphs = CUDAGraphRunner(model, self.attn_metadata, config.cuda_graph_batch_sizes)
 
+    @property
+    def weights_bytes(self) -> int:
+        """Memory of this rank's weights."""
+        return sum(p.nbytes for p in self.model.parameters())
+
     def warmup(self, progress: bool) -> None:
         """Capture the decode graphs."""
         self.graphs.capture_all(progress)
@@ -40,17 +49,21 @@ class PyTorchModelEngine:
         """Logits of one step.
 
         Returns:
-            fp32 [rows, vocab_size]: one row per context (its last token of the chunk; all its tokens if
-            `batch.context_logits_needed`), then one per generation request.
+            fp32 [rows, vocab_size]: one row per context (its last token of the chunk; all its
+            tokens if `batch.context_logits_needed`), then one per generation request.
         """
         generations = batch.generation_requests
         if not batch.context_requests and self.graphs.fits(len(generations)):
             cached = [r.num_computed_tokens for r in generations]
-            return self.graphs.replay([r.request_id for r in generations], [r.last_token for r in generations], cached)
+            return self.graphs.replay(
+                [r.request_id for r in generations], [r.last_token for r in generations], cached
+            )
         return self._forward_eager(batch)
 
     def _forward_eager(self, batch: "ScheduledRequests") -> torch.Tensor:
-        metadata, tokens, gather = self.attn_metadata, [], []
+        metadata = self.attn_metadata
+        tokens: list[int] = []
+        gather: list[int] = []
         self._clear_sequences(len(batch.context_requests))
         for request in batch.context_requests:
             start = request.num_computed_tokens
@@ -63,7 +76,8 @@ class PyTorchModelEngine:
             gather.append(len(tokens))
             tokens.append(request.last_token)
             self._add_sequence(request.request_id, 1, request.num_computed_tokens)
-        # A decode step has the graphs' shapes also when it runs eagerly, so that both give the same bits.
+        # A decode step has the graphs' shapes also when it runs eagerly, so that both give the
+        # same bits.
         metadata.prepare(static_width=self.device.type == "cuda" and not batch.context_requests)
         gather_ids = None if len(gather) == len(tokens) else self._upload(gather)
         return self.model(metadata, self._upload(tokens), metadata.position_ids, gather_ids)

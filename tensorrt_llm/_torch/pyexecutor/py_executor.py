@@ -43,6 +43,11 @@ STATS_INTERVAL_S = 0.1  # between reports, unless `iter_perf_stats` asks for eve
 class ModelEngine(Protocol):
     """What the loop needs of a model."""
 
+    @property
+    def weights_bytes(self) -> int:
+        """Memory of this rank's weights."""
+        ...
+
     def forward(self, batch: ScheduledRequests) -> torch.Tensor:
         """fp32 logits [rows, vocab_size], the same on all ranks.
 
@@ -125,6 +130,8 @@ class PyExecutor:
             eos_token_ids=self.eos_token_ids,
             kv_total_blocks=self.kv_cache_manager.num_blocks(Role.KEY),
             tokens_per_block=self.kv_cache_manager.tokens_per_block,
+            weights_bytes=self.model_engine.weights_bytes,
+            kv_cache_bytes=self.kv_cache_manager.total_bytes,
         )
 
     # --- the loop ---------------------------------------------------------------------------------

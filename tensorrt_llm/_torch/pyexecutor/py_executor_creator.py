@@ -25,7 +25,8 @@ def create_py_executor(
     receive: Callable[[bool], list[Incoming]],
     send: Callable[[list[Outgoing]], None],
 ) -> PyExecutor:
-    """Load, allocate and warm up; the process group of `config.mapping` must have been joined before.
+    """Load, allocate and warm up; the process group of `config.mapping` must have been joined
+    before.
 
     Args:
         receive, send: rank 0's way to the outside, see `PyExecutor`.
@@ -69,14 +70,18 @@ def _model_config(config: ExecutorConfig) -> ModelConfig:
     )
 
 
-def _create_kv_cache(config: ExecutorConfig, model_config: ModelConfig) -> tuple[int, KVCacheManagerV2]:
+def _create_kv_cache(
+    config: ExecutorConfig, model_config: ModelConfig
+) -> tuple[int, KVCacheManagerV2]:
     """The pools, and the longest sequence that model and pools allow."""
     buffers = _buffers(model_config)
     wanted = _wanted_seq_len(config, model_config.pretrained_config.max_position_embeddings)
     blocks = _num_blocks(config, model_config, buffers, wanted)
     room = blocks * config.tokens_per_block
     if room < wanted:
-        logger.warning("max_seq_len is %d instead of %d: the KV cache holds %d tokens", room, wanted, room)
+        logger.warning(
+            "max_seq_len is %d instead of %d: the KV cache holds %d tokens", room, wanted, room
+        )
     max_seq_len = min(wanted, room)
     manager = KVCacheManagerV2(
         buffers=buffers,
@@ -113,12 +118,15 @@ def _wanted_seq_len(config: ExecutorConfig, max_position_embeddings: int) -> int
 def _num_blocks(
     config: ExecutorConfig, model_config: ModelConfig, buffers: list[BufferConfig], max_seq_len: int
 ) -> int:
-    """Blocks of each pool: what was asked for, else what memory allows, never more than can be used."""
+    """Blocks of each pool: what was asked for, else what memory allows, never more than can be
+    used."""
     useful = config.max_batch_size * -(-max_seq_len // config.tokens_per_block)
     if config.kv_cache_max_tokens is not None:
         return min(useful, -(-config.kv_cache_max_tokens // config.tokens_per_block))
     if config.device != "cuda":
         raise ValueError("kv_cache_max_tokens is None; on the CPU the pools need a given size")
     free, _ = torch.cuda.mem_get_info(model_config.device)
-    fitting = num_blocks_for_memory(buffers, config.tokens_per_block, int(free * config.free_gpu_memory_fraction))
+    fitting = num_blocks_for_memory(
+        buffers, config.tokens_per_block, int(free * config.free_gpu_memory_fraction)
+    )
     return min_over_ranks(min(useful, fitting[Role.KEY]), config.mapping)

@@ -1,16 +1,17 @@
-"""The engine under test, `LLM`, and what the benchmark needs of any engine."""
+"""The engine under test, `LLM`, and what the benchmark asks of any engine."""
 
-import asyncio
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from tensorrt_llm import LLM
-from tensorrt_llm.commands.benchmark.memory import child_pids, peak_of
+from tensorrt_llm.commands.benchmark.memory import child_pids, peak_rss_bytes
 from tensorrt_llm.commands.benchmark.timing import Arrival, RequestTiming
 from tensorrt_llm.commands.benchmark.workload import BenchRequest
-from tensorrt_llm.sampling_params import SamplingParams
+from tensorrt_llm.llmapi import LLM, LlmArgs, SamplingParams
+
+
+class BenchError(RuntimeError):
+    """A request failed, or the engine did."""
 
 
 @dataclass(frozen=True)
@@ -22,50 +23,50 @@ class Run:
 
 
 class Engine(Protocol):
-    """Runs one request at a time: greedy, the full output length, eos ignored."""
+    """Runs one request at a time: greedy, to the full output length whatever the tokens are."""
 
-    def run(self, request: BenchRequest) -> Run: ...
+    def run(self, request: BenchRequest) -> Run:
+        """Generate and wait. Raises BenchError when that fails."""
+        ...
 
     def peak_rss_bytes(self) -> int:
-        """The most that its largest process has had in memory."""
+        """The most that its largest process has had in memory so far."""
+        ...
+
+    def close(self) -> None:
+        """End its processes."""
         ...
 
 
 class OwnEngine:
-    """`LLM` with streaming, as its user sees it: the clock runs in the user's process.
-
-    Args:
-        llm_args: arguments of `LLM`.
+    """`LLM`, streaming; the clock runs where the user is, not in the ranks.
 
     Raises:
-        ValueError: an argument that `LLM` refuses.
+        ValueError: arguments that do not fit the checkpoint.
         EngineDeadError: a rank failed to start.
     """
 
-    def __init__(self, llm_args: Mapping[str, Any]) -> None:
+    def __init__(self, args: LlmArgs) -> None:
         others = child_pids()
-        self.llm = LLM(**llm_args)
+        self.llm = LLM.from_args(args)
         self._ranks = child_pids() - others
 
     def run(self, request: BenchRequest) -> Run:
-        return asyncio.run(self._stream(request))
+        prompt, count = request.prompt_token_ids, request.output_tokens
+        params = SamplingParams(max_tokens=count, ignore_eos=True, detokenize=False)
+        arrivals: list[Arrival] = []
+        start = time.perf_counter()
+        output = self.llm.generate_async(prompt, params, streaming=True)
+        completion = output.outputs[0]
+        for _ in output:
+            now = time.perf_counter() - start
+            arrivals.append(Arrival(now, len(completion.token_ids_diff)))
+        if completion.finish_reason != "length":
+            raise BenchError(f"a request ended with {completion.finish_reason}: {output.error}")
+        return Run(RequestTiming(len(prompt), tuple(arrivals)), list(completion.token_ids))
 
     def peak_rss_bytes(self) -> int:
-        return peak_of(self._ranks)
+        return max(map(peak_rss_bytes, self._ranks))
 
     def close(self) -> None:
         self.llm.shutdown()
-
-    async def _stream(self, request: BenchRequest) -> Run:
-        params = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True, detokenize=False)
-        arrivals: list[Arrival] = []
-        prompt, received, start = request.prompt_token_ids, 0, time.perf_counter()
-        output = self.llm.generate_async(prompt, params, streaming=True)
-        async for _ in output:
-            now, length = time.perf_counter(), output.outputs[0].length
-            if length > received:
-                arrivals.append(Arrival(now - start, length - received))
-                received = length
-        if output.error is not None:
-            raise RuntimeError(f"the request failed: {output.error}")
-        return Run(RequestTiming(len(prompt), tuple(arrivals)), list(output.outputs[0].token_ids))

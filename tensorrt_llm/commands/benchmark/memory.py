@@ -1,11 +1,8 @@
 """How much memory processes took at most, and whether that is within the promise."""
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-
-LIBRARIES_BYTES = 300 * 10**6  # Python and torch before any weight is there
-HEADROOM = 1.3
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +15,9 @@ class MemoryReport:
         peak_rss_bytes: of the rank that took most.
     """
 
+    HEADROOM: ClassVar = 1.3
+    LIBRARIES_BYTES: ClassVar = 300 * 10**6  # Python and torch before any weight is there
+
     weights_bytes: int
     kv_cache_bytes: int
     peak_rss_bytes: int
@@ -25,18 +25,23 @@ class MemoryReport:
     @property
     def bound_bytes(self) -> int:
         """1.3 times the sum of weights, cache and libraries."""
-        return int(HEADROOM * (self.weights_bytes + self.kv_cache_bytes + LIBRARIES_BYTES))
+        needed = self.weights_bytes + self.kv_cache_bytes + self.LIBRARIES_BYTES
+        return int(self.HEADROOM * needed)
 
     @property
     def within_bound(self) -> bool:
         return self.peak_rss_bytes <= self.bound_bytes
 
+    def as_dict(self) -> dict[str, Any]:
+        bound = {"bound_bytes": self.bound_bytes, "within_bound": self.within_bound}
+        return {**asdict(self), **bound}
+
 
 def peak_rss_bytes(pid: int) -> int:
-    """Largest resident set size that a running process has had, from Linux's `VmHWM`.
+    """Largest resident set that a running process has had (Linux's `VmHWM`).
 
     Raises:
-        ProcessLookupError: there is no such process.
+        ProcessLookupError: there is no such process any more.
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -45,7 +50,7 @@ def peak_rss_bytes(pid: int) -> int:
     for line in status.splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    raise ProcessLookupError(f"process {pid} has ended")  # a zombie has no memory to report
+    raise ProcessLookupError(f"process {pid} has ended")  # a zombie holds no memory
 
 
 def child_pids() -> set[int]:
@@ -53,8 +58,3 @@ def child_pids() -> set[int]:
     import psutil
 
     return {child.pid for child in psutil.Process().children()}
-
-
-def peak_of(pids: Collection[int]) -> int:
-    """The largest peak among some processes."""
-    return max(map(peak_rss_bytes, pids))

@@ -1,4 +1,5 @@
-"""transformers' `generate`, for comparison: in a process of its own, so that neither side slows the other."""
+"""transformers' `generate`, for comparison: in a process of its own, so that neither side slows
+the other."""
 
 import multiprocessing
 import time
@@ -7,17 +8,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorrt_llm.commands.benchmark.engine import Run
-from tensorrt_llm.commands.benchmark.memory import peak_of
+from tensorrt_llm.commands.benchmark.engine import BenchError, Run
+from tensorrt_llm.commands.benchmark.memory import peak_rss_bytes
 from tensorrt_llm.commands.benchmark.timing import Arrival, RequestTiming
 from tensorrt_llm.commands.benchmark.workload import BenchRequest
 
 if TYPE_CHECKING:
     import torch
-
-
-class PeerError(RuntimeError):
-    """The peer could not load the model or run a request."""
 
 
 class TransformersPeer:
@@ -30,7 +27,7 @@ class TransformersPeer:
         num_threads: CPU threads; None leaves torch's choice.
 
     Raises:
-        PeerError: it cannot load the model.
+        BenchError: it cannot load the model.
     """
 
     def __init__(self, model: Path, device: str, dtype: str, num_threads: int | None) -> None:
@@ -40,7 +37,7 @@ class TransformersPeer:
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
-        self.versions: dict[str, str] = self._receive()
+        self._receive()
 
     def run(self, request: BenchRequest) -> Run:
         self._connection.send(request)
@@ -48,7 +45,7 @@ class TransformersPeer:
         return run
 
     def peak_rss_bytes(self) -> int:
-        return peak_of([self._process.pid or 0])
+        return peak_rss_bytes(self._process.pid or 0)
 
     def close(self) -> None:
         self._connection.close()
@@ -61,8 +58,8 @@ class TransformersPeer:
         except EOFError:
             self._process.join()
             code = self._process.exitcode
-            raise PeerError(f"transformers' process ended with exit code {code}") from None
-        if isinstance(answer, PeerError):
+            raise BenchError(f"transformers' process ended with exit code {code}") from None
+        if isinstance(answer, BenchError):
             raise answer
         return answer
 
@@ -70,16 +67,17 @@ class TransformersPeer:
 def _serve(
     connection: Connection, model: Path, device: str, dtype: str, num_threads: int | None
 ) -> None:
-    """The peer's process: its versions once the model is loaded, then a `Run` for each request."""
+    """The peer's process: says True once the model is loaded, then answers each request with a
+    `Run`."""
     try:
         generate = _load(model, device, dtype, num_threads)
-        connection.send(_versions())
+        connection.send(True)
         while True:
             connection.send(generate(connection.recv()))
     except EOFError:
         return  # the other side has closed
     except Exception as error:
-        connection.send(PeerError(f"transformers failed: {type(error).__name__}: {error}"))
+        connection.send(BenchError(f"transformers failed: {type(error).__name__}: {error}"))
 
 
 def _load(
@@ -130,10 +128,3 @@ class _ArrivalClock:
         arrivals = tuple(Arrival(seconds, value.numel()) for seconds, value in tokens)
         ids = [token for _, value in tokens for token in value.flatten().tolist()]
         return Run(RequestTiming(len(request.prompt_token_ids), arrivals), ids)
-
-
-def _versions() -> dict[str, str]:
-    import torch
-    import transformers
-
-    return {"torch": torch.__version__, "transformers": transformers.__version__}

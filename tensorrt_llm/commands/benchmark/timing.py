@@ -82,21 +82,24 @@ class ContextBucket:
 
 @dataclass(frozen=True, kw_only=True)
 class LatencySummary:
-    """One engine's numbers over all requests: medians, but for the 90th percentile and the mean tokens per step.
+    """One engine's numbers over all requests: medians, but for the 90th percentile and the mean
+    tokens per step.
 
     Args:
         requests: how many were measured.
         output_tokens: of all of them.
         ttft_ms: time to the first token.
-        itl_ms_p50, itl_ms_p90: inter-token latency. A step that gives several tokens counts once for each,
-            with its time divided among them.
+        itl_ms_p50, itl_ms_p90: inter-token latency. A step that gives several tokens counts once
+            for each, with its time divided among them.
         tpot_ms: time per token after the first one, averaged over a request.
         latency_ms: whole request.
         tokens_per_second_per_user: what one user sees while decoding, 1000 / `tpot_ms`.
         tokens_per_step: 1 without speculation.
-        context_buckets: time per token by length of the context, short ones first; see `bucket_width`.
-        context_growth: time per token in the last bucket over that in the first one, minus 1: compared within
-            each request, then the median, so that a slow spell of the machine hits both. None for one bucket.
+        context_buckets: time per token by length of the context, short ones first; see
+            `bucket_width`.
+        context_growth: time per token in the last bucket over that in the first one, minus 1:
+            compared within each request, then the median, so that a slow spell of the machine hits
+            both. None for one bucket.
     """
 
     requests: int
@@ -140,8 +143,8 @@ def summarize(timings: Sequence[RequestTiming]) -> LatencySummary:
 
 @dataclass(frozen=True)
 class Speedup:
-    """How many times faster we are than the peer, above 1 is faster: medians over pairs of interleaved runs of
-    the same prompt. `decode` is tok/s/user, `latency` the whole request."""
+    """How many times faster we are than the peer, above 1 is faster: medians over pairs of
+    interleaved runs of the same prompt. `decode` is tok/s/user, `latency` the whole request."""
 
     ttft: float
     decode: float
@@ -159,7 +162,8 @@ def speedup(ours: Sequence[RequestTiming], peers: Sequence[RequestTiming]) -> Sp
 
 
 def context_buckets(steps: Sequence[Step]) -> list[ContextBucket]:
-    """Median time per token around every multiple of the bucket width where there are enough steps."""
+    """Median time per token around every multiple of the bucket width where there are enough
+    steps."""
     grouped: dict[int, list[Step]] = defaultdict(list)
     width = bucket_width(step.context for step in steps)
     for step in steps:

@@ -27,7 +27,8 @@ class BenchRequest:
 def random_requests(
     count: int, input_len: int, output_len: int, vocab_size: int, seed: int
 ) -> list[BenchRequest]:
-    """`count` different prompts of uniformly random token ids; the same seed gives the same ones."""
+    """`count` different prompts of uniformly random token ids; the same seed gives the same
+    ones."""
     rng = random.Random(seed)
     return [
         BenchRequest([rng.randrange(vocab_size) for _ in range(input_len)], output_len)
@@ -38,7 +39,8 @@ def random_requests(
 def read_dataset(path: Path, tokenize: Tokenize) -> list[BenchRequest]:
     """The requests of a JSON lines file in TensorRT-LLM's format.
 
-    Each line has `prompt` (text) or `input_ids` (token ids), and `output_tokens`; `task_id` is not looked at.
+    Each line has `prompt` (text) or `input_ids` (token ids), and `output_tokens`; `task_id` is not
+    looked at.
 
     Raises:
         ValueError: naming file, line and key.

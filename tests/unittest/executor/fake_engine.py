@@ -39,7 +39,7 @@ class FakeEngine:
     steps: int = 0
 
     def ready_message(self) -> EngineReady:
-        return EngineReady(64, 32, 4, 512, (0,), 16, 32)
+        return EngineReady(64, 32, 4, 512, (0,), 16, 32, 1024, 4096)
 
     def run(self) -> None:
         while True:

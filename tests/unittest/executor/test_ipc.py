@@ -1,8 +1,6 @@
-"""Messages over ZeroMQ: order, late binding, signatures."""
+"""Messages over ZeroMQ: order, late binding, closing."""
 
 from pathlib import Path
-
-import pytest
 
 from tensorrt_llm.executor.ipc import Receiver, Sender
 
@@ -19,19 +17,6 @@ def test_batches_arrive_whole_and_in_order(tmp_path: Path) -> None:
     assert got == [1, "two", {"three": 3}]
     assert receiver.receive() == [] == receiver.receive(timeout_s=0.01)
     sender.close()
-    sender.send([4])  # closed: nothing happens
-    receiver.close()
-
-
-def test_only_signed_messages_are_opened(caplog: pytest.LogCaptureFixture) -> None:
-    receiver = Receiver("tcp://127.0.0.1:*", key=b"secret")
-    for key in (b"", b"guess"):
-        stranger = Sender(receiver.address, key)
-        stranger.send(["boo"])
-        assert receiver.receive(timeout_s=5) == []
-        stranger.close()
-    friend = Sender(receiver.address, b"secret")
-    friend.send(["hello"])
-    assert receiver.receive(timeout_s=5) == ["hello"]
-    friend.close()
+    sender.send([4])
+    assert receiver.receive(timeout_s=0.05) == []
     receiver.close()

@@ -8,7 +8,8 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from helpers.fake_llm import MODEL, FakeLLM, wait_for
+from helpers.fake_llm import MODEL, FakeLLM
+from helpers.server_process import wait_for
 
 from tensorrt_llm.serve.engine_host import EngineHost
 from tensorrt_llm.serve.launcher import bind

@@ -1,7 +1,7 @@
 """Tokens on their own: text where they are whole characters, bytes always."""
 
 import pytest
-from helpers.fake_llm import byte_tokenizer
+from helpers.fake_llm import chat_tokenizer
 
 from tensorrt_llm.serve.logprobs import TokenTexts
 
@@ -10,14 +10,14 @@ from tensorrt_llm.serve.logprobs import TokenTexts
     "text", ["a", " ", "\n", "\x00", "ü", "€", "\N{REPLACEMENT CHARACTER}", "🙂"]
 )
 def test_bytes_of_tokens_make_up_the_text(text: str) -> None:
-    tokenizer = byte_tokenizer()
+    tokenizer = chat_tokenizer()
     texts = TokenTexts(tokenizer)
     tokens = tokenizer.encode(text)
     assert b"".join(texts.bytes(token) for token in tokens) == text.encode()
 
 
 def test_a_part_of_a_character_is_spelled_in_bytes() -> None:
-    tokenizer = byte_tokenizer()
+    tokenizer = chat_tokenizer()
     assert [TokenTexts(tokenizer).text(t) for t in tokenizer.encode("ü")] == [
         "bytes:\\xc3",
         "bytes:\\xbc",
@@ -25,5 +25,5 @@ def test_a_part_of_a_character_is_spelled_in_bytes() -> None:
 
 
 def test_special_tokens_have_their_name() -> None:
-    tokenizer = byte_tokenizer()
+    tokenizer = chat_tokenizer()
     assert TokenTexts(tokenizer).text(tokenizer.eos_token_id) == "<|end|>"

@@ -4,7 +4,7 @@ import re
 import runpy
 from pathlib import Path
 
-from helpers.fake_llm import FakeStats
+from helpers.fake_llm import engine_stats
 
 from tensorrt_llm.serve.metrics import ServerMetrics
 
@@ -20,5 +20,5 @@ def test_the_tables_are_up_to_date() -> None:
 def test_the_metrics_table_has_every_series() -> None:
     text = (DOCS / "server.md").read_text()
     documented = set(re.findall(r"`(trtllm_\w+)", text))
-    exposed = ServerMetrics(FakeStats).render().decode()
+    exposed = ServerMetrics(engine_stats).render().decode()
     assert documented == set(re.findall(r"^# TYPE (\w+)", exposed, re.MULTILINE))

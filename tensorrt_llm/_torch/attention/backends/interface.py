@@ -1,4 +1,5 @@
-"""What a model needs to know of a step beside its tokens: lengths, positions and where the cache rows are."""
+"""What a model needs to know of a step beside its tokens: lengths, positions and where the cache
+rows are."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +19,9 @@ class KVCacheManager(Protocol):
 
     def layer_slot(self, role: str, layer_idx: int) -> int: ...
 
-    def copy_batch_block_offsets(self, dst: torch.Tensor, request_ids: list[int], role: str) -> None: ...
+    def copy_batch_block_offsets(
+        self, dst: torch.Tensor, request_ids: list[int], role: str
+    ) -> None: ...
 
 
 @dataclass
@@ -32,13 +35,15 @@ class KVCacheParams:
 class AttentionMetadata:
     """Host and device description of one step, reused from step to step.
 
-    Sequences are ordered contexts first. Device tensors are allocated once for the largest step, so that a
-    captured graph keeps reading the same addresses; `prepare` fills them.
+    Sequences are ordered contexts first. Device tensors are allocated once for the largest step,
+    so that a captured graph keeps reading the same addresses; `prepare` fills them.
 
     Attributes:
-        request_ids, seq_lens, num_contexts, kv_cache_params: set by the model engine before `prepare`.
+        request_ids, seq_lens, num_contexts, kv_cache_params: set by the model engine before
+            `prepare`.
         seq_lens_cuda: int32 [max_num_requests], tokens of each sequence in this step.
-        kv_lens_cuda: int32 [max_num_requests], cached tokens after this step; 0 marks a padding row.
+        kv_lens_cuda: int32 [max_num_requests], cached tokens after this step; 0 marks a padding
+            row.
         kv_lens: the same on the host.
         num_seqs, num_generations, num_tokens, num_ctx_tokens: counts of the step, padding included.
     """
@@ -79,6 +84,7 @@ class AttentionMetadata:
 
 
 def copy_from_host(dst: torch.Tensor, values: list[int]) -> None:
-    """dst[: len(values)] = values, through pinned memory and without waiting when dst is on a GPU."""
+    """dst[: len(values)] = values, through pinned memory and without waiting when dst is on a
+    GPU."""
     host = torch.tensor(values, dtype=dst.dtype, pin_memory=dst.is_cuda)
     dst[: len(values)].copy_(host, non_blocking=True)

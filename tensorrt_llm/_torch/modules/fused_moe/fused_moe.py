@@ -11,7 +11,8 @@ from tensorrt_llm._torch.modules.linear import empty_parameter, shard_range
 from tensorrt_llm._torch.modules.weight_spec import WeightSpec
 from tensorrt_llm.mapping import Mapping
 
-# On CUDA, up to this many tokens take the path without a host decision, which a decode graph can capture.
+# On CUDA, up to this many tokens take the path without a host decision, which a decode graph can
+# capture.
 MAX_GRAPH_TOKENS = 64
 # Its gathered expert weights are bounded by working on so many tokens at a time.
 GATHER_TOKENS = 8
@@ -44,7 +45,11 @@ class FusedMoE(nn.Module):
     def weight_specs(self, name: str) -> Iterator[WeightSpec]:
         for e in range(self.down.shape[0]):
             yield from gated_mlp_specs(
-                f"{name}.{e}", self.gate_up.data[e], self.down.data[e], self.intermediate_size, self.part
+                f"{name}.{e}",
+                self.gate_up.data[e],
+                self.down.data[e],
+                self.intermediate_size,
+                self.part,
             )
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -58,16 +63,24 @@ class FusedMoE(nn.Module):
         Returns:
             [tokens, hidden] in x's dtype; the sum over k is in fp32.
         """
-        if not self._gathers(x, ids):
+        if not x.is_cuda:
+            return (
+                self._one_token(x, weights, ids)
+                if x.shape[0] == 1
+                else self._by_expert(x, weights, ids)
+            )
+        if x.shape[0] > MAX_GRAPH_TOKENS:
             return self._by_expert(x, weights, ids)
-        if x.shape[0] <= GATHER_TOKENS:
-            return self._by_token(x, weights, ids)
         tiles = zip(*(t.split(GATHER_TOKENS) for t in (x, weights, ids)), strict=True)
         return torch.cat([self._by_token(*tile) for tile in tiles])
 
-    def _gathers(self, x: torch.Tensor, ids: torch.Tensor) -> bool:
-        """Gathering pays while an expert is hit less than once on average; CUDA graphs need it beyond that."""
-        return x.shape[0] <= MAX_GRAPH_TOKENS if x.is_cuda else ids.numel() <= self.down.shape[0]
+    def _one_token(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The CPU's decode step: reads the chosen experts in place."""
+        out = [
+            F.linear(silu_and_mul(F.linear(x, self.gate_up[expert])), self.down[expert])
+            for expert in ids[0].tolist()
+        ]
+        return _combine(torch.stack(out, dim=1), weights)
 
     def _by_token(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         tokens, top_k = ids.shape
@@ -82,7 +95,9 @@ class FusedMoE(nn.Module):
         order = ids.flatten().argsort(stable=True)
         out = x.new_empty(tokens * top_k, x.shape[1])
         start = 0
-        for expert, count in enumerate(ids.flatten().bincount(minlength=self.down.shape[0]).tolist()):
+        for expert, count in enumerate(
+            ids.flatten().bincount(minlength=self.down.shape[0]).tolist()
+        ):
             if count:
                 rows = order[start : start + count]
                 hidden = silu_and_mul(F.linear(x[rows // top_k], self.gate_up[expert]))
@@ -92,5 +107,6 @@ class FusedMoE(nn.Module):
 
 
 def _combine(out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """out [tokens, top_k, hidden], weights fp32 [tokens, top_k] -> their weighted sum, added in fp32."""
+    """out [tokens, top_k, hidden], weights fp32 [tokens, top_k] -> their weighted sum, added in
+    fp32."""
     return torch.bmm(weights.unsqueeze(1), out.float()).squeeze(1).to(out.dtype)

@@ -1,4 +1,5 @@
-"""The router: sigmoid scores, a correction bias that only chooses, normalised weights (noaux_tc)."""
+"""The router: sigmoid scores, a correction bias that only chooses, normalised weights
+(noaux_tc)."""
 
 from collections.abc import Iterator
 
@@ -13,8 +14,8 @@ from tensorrt_llm._torch.modules.weight_spec import WeightSpec
 class DeepseekV3Gate(nn.Module):
     """Choose `top_k` experts per token.
 
-    All of it is fp32, also when the config lacks `moe_router_dtype`: the correction bias lies near 7 with
-    differences that bf16 would erase, which reroutes almost every token.
+    All of it is fp32, also when the config lacks `moe_router_dtype`: the correction bias lies near
+    7 with differences that bf16 would erase, which reroutes almost every token.
     """
 
     def __init__(
@@ -35,11 +36,16 @@ class DeepseekV3Gate(nn.Module):
         yield WeightSpec(f"{name}.weight", tuple(self.weight.shape), self.weight.data)
         bias = self.e_score_correction_bias
         yield WeightSpec(
-            f"{name}.e_score_correction_bias", tuple(bias.shape), bias.data, exact_fp32=True, init="router_bias"
+            f"{name}.e_score_correction_bias",
+            tuple(bias.shape),
+            bias.data,
+            exact_fp32=True,
+            init="router_bias",
         )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [tokens, hidden] -> (weights fp32 [tokens, top_k], expert ids int64 [tokens, top_k])."""
+        """x [tokens, hidden] -> (weights fp32 [tokens, top_k], expert ids int64 [tokens,
+        top_k])."""
         scores = F.linear(x.float(), self.weight).sigmoid()
         ids = (scores + self.e_score_correction_bias).topk(self.top_k, dim=-1, sorted=False).indices
         weights = scores.gather(1, ids)

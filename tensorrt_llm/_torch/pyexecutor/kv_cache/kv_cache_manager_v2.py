@@ -127,6 +127,11 @@ class KVCacheManagerV2:
         pool = self._pool(role)
         return len(pool.slots) * pool.page_bytes
 
+    @property
+    def total_bytes(self) -> int:
+        """Memory of all pools."""
+        return sum(pool.memory.nbytes for pool in self._pools.values())
+
     def has_buffer(self, role: str, layer_idx: int) -> bool:
         return role in self._pools and layer_idx in self._pools[role].slots
 
@@ -284,11 +289,10 @@ class KVCacheManagerV2:
             f"{self.max_blocks_per_seq} blocks for the longest sequence ({self.max_seq_len} tokens)"
         ]
         lines += [self._report_pool(role, pool) for role, pool in self._pools.items()]
-        total = sum(pool.memory.nbytes for pool in self._pools.values())
         per_token = sum(
             len(pool.slots) * pool.config.bytes_per_token for pool in self._pools.values()
         )
-        return "\n".join([*lines, f"  total: {per_token:,} B per token, {total:,} B"])
+        return "\n".join([*lines, f"  total: {per_token:,} B per token, {self.total_bytes:,} B"])
 
     def _report_pool(self, role: str, pool: _Pool) -> str:
         layers, per_token = len(pool.slots), pool.config.bytes_per_token

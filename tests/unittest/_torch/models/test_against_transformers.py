@@ -64,20 +64,24 @@ def test_greedy_tokens_equal_in_chunks_and_batches(variant, checkpoints, expecte
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_hidden_states_and_selections_equal(variant, checkpoints) -> None:
-    """Layer by layer: hidden states within a bound, the selected keys as sets, logits within the bound."""
+    """Layer by layer: hidden states within a bound, the selected keys as sets, logits within the
+    bound."""
     prompt = random_prompt(prompt_lengths(variant)[-1], seed=99)
     logits, hidden, topk = oracle_forward(load_oracle(checkpoints[variant]), prompt)
     engine = make_engine(executor_config(checkpoints[variant]))
     own_logits, own_hidden, own_topk = _trace(engine, prompt)
     for layer, (own, reference) in enumerate(zip(own_hidden, hidden, strict=True)):
-        torch.testing.assert_close(own, reference, atol=HIDDEN_TOLERANCE, rtol=0, msg=f"layer {layer}")
+        torch.testing.assert_close(
+            own, reference, atol=HIDDEN_TOLERANCE, rtol=0, msg=f"layer {layer}"
+        )
     for layer, (own, reference) in enumerate(zip(own_topk, topk, strict=True)):
         assert _as_sets(own) == _as_sets(reference), f"layer {layer}"
     torch.testing.assert_close(own_logits, logits, atol=HIDDEN_TOLERANCE, rtol=0)
 
 
 def test_selection_bites(checkpoints) -> None:
-    """The oracle prompts are long enough for sparsity to change the result; else the tests above prove little."""
+    """The oracle prompts are long enough for sparsity to change the result; else the tests above
+    prove little."""
     prompt = random_prompt(48, seed=99)
     oracle = load_oracle(checkpoints["glm52"])
     sparse = oracle_forward(oracle, prompt)[0]
@@ -90,7 +94,8 @@ def test_selection_bites(checkpoints) -> None:
 
 
 def test_cached_and_recomputed_logits_agree(checkpoints) -> None:
-    """Feeding tokens one by one leaves the same cache as one long prompt: the continuations are equal."""
+    """Feeding tokens one by one leaves the same cache as one long prompt: the continuations are
+    equal."""
     engine = make_engine(executor_config(checkpoints["glm52"]))
     prompt = random_prompt(30, seed=5)
     [whole] = generate(engine, [prompt], 20)
@@ -102,7 +107,11 @@ def test_cached_and_recomputed_logits_agree(checkpoints) -> None:
 def test_tensor_parallel_tokens_equal(tp_size, checkpoints, expected) -> None:
     """Real ranks over gloo; with tp 4 two "nodes", so that the dense MLP's split spans them."""
     jobs = [
-        (checkpoints[name], [p for p, _ in expected[name]][1::2], [t for _, t in expected[name]][1::2])
+        (
+            checkpoints[name],
+            [p for p, _ in expected[name]][1::2],
+            [t for _, t in expected[name]][1::2],
+        )
         for name in ("glm52", "one_dense_layer")
     ]
     for answers in run_ranks(tp_size, _generate_on_rank, jobs, gpus_per_node=2):
@@ -127,7 +136,9 @@ def _trace(
     chosen: list[torch.Tensor] = []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda _m, _a, out: hidden.append((out[0] + out[1]).clone()))
-        layer.self_attn.register_forward_hook(lambda *_: chosen.append(metadata.selection.indices.clone()))
+        layer.self_attn.register_forward_hook(
+            lambda *_: chosen.append(metadata.selection.indices.clone())
+        )
     engine.kv_cache_manager.add_request(0)
     engine.kv_cache_manager.resize(0, len(prompt))
     metadata.request_ids, metadata.seq_lens, metadata.num_contexts = [0], [len(prompt)], 1
@@ -138,5 +149,6 @@ def _trace(
 
 
 def _as_sets(topk: torch.Tensor) -> list[set[int]]:
-    """Per row the legal positions; transformers pads short rows with future ones, this project with -1."""
+    """Per row the legal positions; transformers pads short rows with future ones, this project
+    with -1."""
     return [{t for t in row if 0 <= t <= position} for position, row in enumerate(topk.tolist())]

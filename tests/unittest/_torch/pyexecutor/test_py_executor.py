@@ -314,6 +314,8 @@ def test_ready_message() -> None:
         eos_token_ids=(3, 4),
         kv_total_blocks=64,
         tokens_per_block=4,
+        weights_bytes=0,
+        kv_cache_bytes=engine.kv.total_bytes,
     )
 
 

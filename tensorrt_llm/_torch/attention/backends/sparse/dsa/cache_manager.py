@@ -1,7 +1,8 @@
 """What one cached token looks like in the two pools of DSA: bytes, pages and typed views.
 
-Roles: "key" holds the latent and the rotary key of every layer, "index_key" the index keys of the layers that own
-an indexer. The pools themselves, their blocks and strides, belong to the KV cache manager.
+Roles: "key" holds the latent and the rotary key of every layer, "index_key" the index keys of the
+layers that own an indexer. The pools themselves, their blocks and strides, belong to the KV cache
+manager.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ class DSACacheLayout:
         key_width: kv_lora_rank + qk_rope_head_dim.
         index_head_dim: channels of an index key.
         dtype: activation dtype; also the cache's unless `fp8`.
-        fp8: latents as e4m3 at unit scale, index keys as e4m3 with one fp32 UE8M0 scale per 128 channels.
+        fp8: latents as e4m3 at unit scale, index keys as e4m3 with one fp32 UE8M0 scale per 128
+            channels.
     """
 
     key_width: int
@@ -53,7 +55,8 @@ class DSACacheLayout:
         return self.index_data_bytes + self.index_scale_bytes
 
     def key_rows(self, manager: KVCacheManager, layer_idx: int) -> torch.Tensor:
-        """[rows, key_width], where row block * layers * tokens_per_block + token is the layer's token of a block.
+        """[rows, key_width], where row block * layers * tokens_per_block + token is the layer's
+        token of a block.
 
         The view begins at the layer's place in block 0, so that one slot number serves every layer.
         """
@@ -69,7 +72,8 @@ class DSACacheLayout:
         block: torch.Tensor,
         offset: torch.Tensor,
     ) -> None:
-        """Store index keys [tokens, index_head_dim] at (block, offset), int64 [tokens]; block -1 is padding."""
+        """Store index keys [tokens, index_head_dim] at (block, offset), int64 [tokens]; block -1
+        is padding."""
         pool, slot = manager.pool(INDEX_KEY), manager.layer_slot(INDEX_KEY, layer_idx)
         layers, page_bytes = pool.shape[1:]
         tokens_per_block = manager.tokens_per_block
@@ -94,15 +98,16 @@ class DSACacheLayout:
             blocks: int64 [blocks], not negative.
 
         Returns:
-            (keys fp32 [blocks * tokens_per_block, index_head_dim], scales fp32 [same rows] or None). With more
-            than one scale per key they are applied already.
+            (keys fp32 [blocks * tokens_per_block, index_head_dim], scales fp32 [same rows] or
+            None). With more than one scale per key they are applied already.
         """
         pool, slot = manager.pool(INDEX_KEY), manager.layer_slot(INDEX_KEY, layer_idx)
         layers, page_bytes = pool.shape[1:]
         taken = pool.view(-1, page_bytes).index_select(0, blocks * layers + slot)
         if not self.fp8:
             return taken.view(self.key_dtype).view(-1, self.index_head_dim).float(), None
-        data, scales = taken.split([page_bytes - (n := self.index_scale_bytes * manager.tokens_per_block), n], dim=1)
+        data_bytes = self.index_data_bytes * manager.tokens_per_block
+        data, scales = taken.split([data_bytes, page_bytes - data_bytes], dim=1)
         keys = data.reshape(-1, self.index_head_dim).view(self.key_dtype).float()
         scales = scales.clone().view(torch.float32).view(keys.shape[0], -1)
         if scales.shape[1] == 1:

@@ -1,12 +1,13 @@
 """The DSA indexer: scores every cached key with a few cheap heads and keeps the `index_topk` best.
 
-score(s, t) = sum_h w_h(s) * relu(q_h(s) . k(t)) * head_dim^-0.5 * n_heads^-0.5, causal, in fp32. There is no
-softmax, and scores may be negative.
+score(s, t) = sum_h w_h(s) * relu(q_h(s) . k(t)) * head_dim^-0.5 * n_heads^-0.5, causal, in fp32.
+There is no softmax, and scores may be negative.
 """
 
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tensorrt_llm._torch.attention.backends.sparse.dsa.cache_manager import DSACacheLayout
@@ -23,13 +24,15 @@ from tensorrt_llm._torch.modules.weight_spec import WeightSpec
 from tensorrt_llm.mapping import Mapping
 
 KEY_NORM_EPS = 1e-6  # transformers, vLLM and TensorRT-LLM agree on it; the config has no field
-SCORE_TILE_BYTES = {"cpu": 1 << 25, "cuda": 1 << 29}  # of the per-head scores of one tile of queries
+# Bytes that the per-head scores of one tile of queries may take.
+SCORE_TILE_BYTES = {"cpu": 1 << 25, "cuda": 1 << 29}
 
 
 class Indexer(nn.Module):
     """Index queries, index keys and the choice of a full-indexer layer; the same on every rank.
 
-    `wk` and `weights_proj` are rows of the attention's fused input projection, which passes their results in.
+    `wk` and `weights_proj` are rows of the attention's fused input projection, which passes their
+    results in.
 
     Args:
         layer_idx: for the index-key pool.
@@ -47,7 +50,8 @@ class Indexer(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.params, self.layer_idx, self.rope_dim, self.layout = params, layer_idx, rope_dim, layout
+        self.params, self.layout = params, layout
+        self.layer_idx, self.rope_dim = layer_idx, rope_dim
         heads, dim = params.index_n_heads, params.index_head_dim
         self.wq_b = Linear(q_lora_rank, heads * dim, mapping=Mapping(), dtype=dtype, device=device)
         self.k_norm = LayerNorm(dim, KEY_NORM_EPS, dtype, device)
@@ -76,7 +80,11 @@ class Indexer(nn.Module):
         keys = self._rotate(self.k_norm(k).unsqueeze(1), rotations).squeeze(1)
         # Written also where the choice is skipped, since later steps read it.
         self.layout.write_index_keys(
-            metadata.kv_cache_manager, self.layer_idx, keys, metadata.index_block, metadata.index_offset
+            metadata.kv_cache_manager,
+            self.layer_idx,
+            keys,
+            metadata.index_block,
+            metadata.index_offset,
         )
         chosen = []
         if metadata.num_contexts:
@@ -92,7 +100,8 @@ class Indexer(nn.Module):
     def _queries(
         self, qr: torch.Tensor, weights: torch.Tensor, rotations: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 queries [tokens, n_heads, head_dim] and head weights [tokens, n_heads] with all scales folded in."""
+        """fp32 queries [tokens, n_heads, head_dim] and head weights [tokens, n_heads] with all
+        scales folded in."""
         q = self.wq_b(qr).view(-1, self.params.index_n_heads, self.params.index_head_dim)
         q = self._rotate(q, rotations)
         w = weights.float() * self.weight_scale
@@ -101,7 +110,8 @@ class Indexer(nn.Module):
         quantised, scale = quantize_e4m3_ue8m0(q)
         if scale.shape[-1] == 1:
             return quantised.float(), w * scale.squeeze(-1)
-        return quantised.float() * scale.repeat_interleave(q.shape[-1] // scale.shape[-1], dim=-1), w
+        repeats = q.shape[-1] // scale.shape[-1]
+        return quantised.float() * scale.repeat_interleave(repeats, dim=-1), w
 
     def _select_contexts(
         self,
@@ -110,7 +120,8 @@ class Indexer(nn.Module):
         rotations: torch.Tensor,
         metadata: DSAtrtllmAttentionMetadata,
     ) -> torch.Tensor:
-        """One request after the other: their key counts differ and so would the width of a batch."""
+        """One request after the other: their key counts differ and so would the width of a
+        batch."""
         chosen, start = [], 0
         for i in range(metadata.num_contexts):
             part = slice(start, start := start + metadata.seq_lens[i])
@@ -123,7 +134,9 @@ class Indexer(nn.Module):
             pages = -(-kv_len // metadata.kv_cache_manager.tokens_per_block)
             blocks = metadata.indexer_k_cache_block_offsets[i, :pages].long()
             keys, scales = self._read(metadata, blocks)
-            chosen.append(self._top_k_tiled(q, w, keys, scales, positions, metadata.selection_width))
+            chosen.append(
+                self._top_k_tiled(q, w, keys, scales, positions, metadata.selection_width)
+            )
         return torch.cat(chosen)
 
     def _select_generations(
@@ -134,23 +147,24 @@ class Indexer(nn.Module):
         metadata: DSAtrtllmAttentionMetadata,
     ) -> torch.Tensor:
         """All generation rows at once; equal numbers of rows per request."""
-        first, tokens = metadata.num_ctx_tokens, metadata.num_tokens
-        positions = metadata.position_ids[first:tokens]
-        width = metadata.selection_width
+        positions, width = metadata.position_ids, metadata.selection_width
+        if metadata.num_contexts:
+            part = slice(metadata.num_ctx_tokens, None)
+            qr, weights = qr[part], weights[part]
+            rotations, positions = rotations[part], positions[part]
         if metadata.skip_indexer_for_gen_reqs:
             return dense_rows(positions, width)
-        q, w = self._queries(qr[first:tokens], weights[first:tokens], rotations[first:tokens])
-        table = metadata.generation_index_table()
-        keys, scales = self._read(metadata, table.clamp(min=0).flatten().long())
-        requests = table.shape[0]
-        rows = (tokens - first) // requests
+        q, w = self._queries(qr, weights, rotations)
+        chosen_from = metadata.generation_keys()
+        keys, scales = self._read(metadata, chosen_from.blocks)
+        requests = metadata.num_generations
         scores = index_scores(
-            q.view(requests, rows, *q.shape[1:]),
-            w.view(requests, rows, -1),
-            keys.view(requests, -1, keys.shape[-1]),
+            q.view(requests, -1, *q.shape[1:]),
+            w.view(requests, -1, w.shape[1]),
+            keys.view(requests, -1, keys.shape[1]),
             None if scales is None else scales.view(requests, -1),
         )
-        return top_k(scores.flatten(0, 1), positions, self.params.index_topk, width)
+        return top_k(scores.flatten(0, 1), chosen_from.future, self.params.index_topk, width)
 
     def _read(
         self, metadata: DSAtrtllmAttentionMetadata, blocks: torch.Tensor
@@ -171,17 +185,18 @@ class Indexer(nn.Module):
         chosen = []
         for qs, ws, ps in zip(q.split(tile), w.split(tile), positions.split(tile), strict=True):
             scores = index_scores(
-                qs.unsqueeze(0), ws.unsqueeze(0), keys.unsqueeze(0), None if scales is None else scales[None]
+                qs[None], ws[None], keys[None], None if scales is None else scales[None]
             )
-            chosen.append(top_k(scores.squeeze(0), ps, self.params.index_topk, width))
+            future = torch.arange(keys.shape[0], device=q.device) > ps.unsqueeze(1)
+            chosen.append(top_k(scores[0], future, self.params.index_topk, width))
         return torch.cat(chosen)
 
 
 def index_scores(
     q: torch.Tensor, w: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor | None
 ) -> torch.Tensor:
-    """q [requests, rows, heads, dim], w [requests, rows, heads], keys [requests, kv, dim], scales [requests, kv] or
-    None, all fp32 -> scores fp32 [requests, rows, kv], not yet causal."""
+    """q [requests, rows, heads, dim], w [requests, rows, heads], keys [requests, kv, dim], scales
+    [requests, kv] or None, all fp32 -> scores fp32 [requests, rows, kv], not yet causal."""
     requests, rows, heads, _ = q.shape
     dots = torch.bmm(q.flatten(1, 2), keys.transpose(1, 2)).relu_()
     scores = torch.bmm(
@@ -190,23 +205,21 @@ def index_scores(
     return scores if scales is None else scores * scales.unsqueeze(1)
 
 
-def top_k(scores: torch.Tensor, positions: torch.Tensor, k: int, width: int) -> torch.Tensor:
-    """The k best keys at or before each position.
+def top_k(scores: torch.Tensor, future: torch.Tensor, k: int, width: int) -> torch.Tensor:
+    """The k best keys that are not in the future.
 
     Args:
-        scores: fp32 [tokens, kv].
-        positions: int64 [tokens].
+        scores: fp32 [tokens, kv]; overwritten.
+        future: bool [tokens, kv].
 
     Returns:
-        int32 [tokens, width], -1 where a token has fewer keys. Which of several equal scores at the border are
-        taken is torch.topk's choice.
+        int32 [tokens, width], -1 where a token has fewer keys. Which of several equal scores at
+        the border are taken is torch.topk's choice.
     """
-    keys = torch.arange(scores.shape[1], device=scores.device)
-    scores = scores.masked_fill(keys > positions.unsqueeze(1), float("-inf"))
-    best = scores.topk(min(k, scores.shape[1]), dim=-1)
+    best = scores.masked_fill_(future, float("-inf")).topk(min(k, scores.shape[1]), dim=-1)
     indices = best.indices.masked_fill(best.values == float("-inf"), -1).int()
     missing = width - indices.shape[1]
-    return torch.nn.functional.pad(indices, (0, missing), value=-1) if missing > 0 else indices[:, :width]
+    return F.pad(indices, (0, missing), value=-1) if missing > 0 else indices
 
 
 def dense_rows(positions: torch.Tensor, width: int) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Per-step tables of DSA: block tables of both pools, cache slots and positions of the step's tokens."""
+"""Per-step tables of DSA: block tables of both pools, cache slots and positions of the step's
+tokens."""
 
 from dataclasses import dataclass
 
@@ -14,35 +15,64 @@ from tensorrt_llm._torch.attention.backends.sparse.dsa.params import DSAParams
 from tensorrt_llm._torch.custom_ops.sparse_mla import absence_bias
 
 # Rows of the one buffer that holds what is known per token of the step.
-TOKEN_TABLES = ("req_idx_per_token", "position_ids", "slot_mapping", "index_block", "index_offset")
+TOKEN_TABLES = (
+    "req_idx_per_token",
+    "position_ids",
+    "table_start",
+    "slot_mapping",
+    "index_block",
+    "index_offset",
+)
 
 
 @dataclass
 class Selection:
-    """The keys that each token of the step attends to, made by a full layer and reused by the shared ones.
+    """The keys that each token of the step attends to, made by a full layer and reused by the
+    shared ones.
 
     Attributes:
         indices: int32 [tokens, topk], positions within the token's own request; -1 is none.
-        slots: int64 [tokens, topk], the same as rows of the key pool; where there is none, some valid row.
-        bias: [tokens, 1, topk] in the activation dtype, keeps the rows that are none out of the softmax.
+        slots: int64 [tokens, topk], the same as rows of the key pool; where there is none, some
+            valid row.
+        bias: [tokens, 1, topk] in the activation dtype, keeps the rows that are none out of the
+            softmax; None when there are no such rows.
     """
 
     indices: torch.Tensor
     slots: torch.Tensor
-    bias: torch.Tensor
+    bias: torch.Tensor | None
+
+
+@dataclass
+class GenerationKeys:
+    """The index keys of the generation rows' requests, the same for all layers of a step.
+
+    Attributes:
+        blocks: int64 [requests * pages], pages of the index-key pool; valid also where a request
+            has no more.
+        future: bool [rows, pages * tokens_per_block], keys after the row's own position.
+    """
+
+    blocks: torch.Tensor
+    future: torch.Tensor
 
 
 class DSAtrtllmAttentionMetadata(AttentionMetadata):
     """`AttentionMetadata` with what the indexer and sparse MLA read.
 
     Attributes:
-        block_table: int32 [max_num_requests, max_blocks], pages of the key pool; -1 past the allocated ones.
+        block_table: int32 [max_num_requests, max_blocks], pages of the key pool; -1 past the
+            allocated ones.
         indexer_k_cache_block_offsets: the same of the index-key pool.
         req_idx_per_token: int64 [tokens], position_ids: int64 [tokens] (-1 for padding).
-        slot_mapping: int64 [tokens], row of the key pool that each token writes (layer 0); -1 for padding.
-        index_block, index_offset: int64 [tokens], page and place in it of the token's index key; -1 for padding.
+        table_start: int64 [tokens], where the token's request begins in the flattened block table.
+        slot_mapping: int64 [tokens], row of the key pool that each token writes (layer 0); -1 for
+            padding.
+        index_block, index_offset: int64 [tokens], page and place in it of the token's index key;
+            -1 for padding.
         selection: set by the full layers as the forward passes them.
-        skip_indexer_for_gen_reqs: generation rows take all their keys, as none has more than `index_topk`.
+        skip_indexer_for_gen_reqs: generation rows take all their keys, as none has more than
+            `index_topk`.
         selection_width: columns of this step's selections.
     """
 
@@ -61,23 +91,32 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         shape = (max_num_requests, kv_cache_manager.max_blocks_per_seq)
         self.block_table = torch.full(shape, -1, dtype=torch.int32, device=device)
         self.indexer_k_cache_block_offsets = torch.full(shape, -1, dtype=torch.int32, device=device)
-        self.key_rows_per_block = kv_cache_manager.pool(KEY).shape[1] * kv_cache_manager.tokens_per_block
+        self.key_rows_per_block = (
+            kv_cache_manager.pool(KEY).shape[1] * kv_cache_manager.tokens_per_block
+        )
         self.selection: Selection | None = None
         self.skip_indexer_for_gen_reqs = False
         self.selection_width = params.index_topk
-        self._static_width = False
+        self._static_width = self._rows_are_full = False
+        self._generation_keys: GenerationKeys | None = None
         self._key_rows: dict[int, torch.Tensor] = {}
-        self._buffers = torch.full((len(TOKEN_TABLES), max_num_tokens), -1, dtype=torch.int64, device=device)
+        self._buffers = torch.full(
+            (len(TOKEN_TABLES), max_num_tokens), -1, dtype=torch.int64, device=device
+        )
 
     def key_rows(self, layer_idx: int) -> torch.Tensor:
-        """The layer's rows of the key pool, see `DSACacheLayout.key_rows`; the view is made once per manager."""
+        """The layer's rows of the key pool, see `DSACacheLayout.key_rows`; the view is made once
+        per manager."""
         if layer_idx not in self._key_rows:
-            with torch.inference_mode(False):  # the view outlives the forward that asks for it first
+            with torch.inference_mode(
+                False
+            ):  # the view outlives the forward that asks for it first
                 self._key_rows[layer_idx] = self.layout.key_rows(self.kv_cache_manager, layer_idx)
         return self._key_rows[layer_idx]
 
     def prepare(self, *, static_width: bool = False, skip_indexer: bool | None = None) -> None:
-        """Fill the tables for the sequences set by the model engine; those without a request id are padding.
+        """Fill the tables for the sequences set by the model engine; those without a request id
+        are padding.
 
         Args:
             static_width: keep the selection at `index_topk` columns, as a captured graph needs it.
@@ -86,34 +125,54 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         super().prepare()
         real = self.request_ids
         self.kv_cache_manager.copy_batch_block_offsets(self.block_table, real, KEY)
-        self.kv_cache_manager.copy_batch_block_offsets(self.indexer_k_cache_block_offsets, real, INDEX_KEY)
+        self.kv_cache_manager.copy_batch_block_offsets(
+            self.indexer_k_cache_block_offsets, real, INDEX_KEY
+        )
         topk, self._static_width = self.params.index_topk, static_width
         self.selection_width = topk if static_width else min(topk, self.max_kv_len)
         gen_lens = self.kv_lens[self.num_contexts :]
-        self.skip_indexer_for_gen_reqs = max(gen_lens, default=0) <= topk if skip_indexer is None else skip_indexer
+        self.skip_indexer_for_gen_reqs = (
+            max(gen_lens, default=0) <= topk if skip_indexer is None else skip_indexer
+        )
+        self._rows_are_full = (
+            not static_width and not self.num_contexts and min(self.kv_lens) >= self.selection_width
+        )
         self.selection = None
         self.on_update_kv_lens()
 
     def on_update_kv_lens(self) -> None:
-        """Recompute everything that follows from `kv_lens_cuda` and `seq_lens_cuda`, on the device alone."""
+        """Recompute everything that follows from `kv_lens_cuda` and `seq_lens_cuda`, on the device
+        alone."""
         n, tokens = self.num_seqs, self.num_tokens
         req, positions = self._token_positions(n, tokens)
         page, offset = self._split(positions)
+        start = req * self.block_table.shape[1]
         padding = positions < 0
-        slots = self._lookup(self.block_table, req, page) * self.key_rows_per_block + offset
-        block = self._lookup(self.indexer_k_cache_block_offsets, req, page)
+        slots = self._lookup(self.block_table, start, page) * self.key_rows_per_block + offset
+        block = self._lookup(self.indexer_k_cache_block_offsets, start, page)
+        slots.masked_fill_(padding, -1)
+        block.masked_fill_(padding, -1)
         tables = self._buffers[:, :tokens]
-        torch.stack(
-            [req, positions, slots.masked_fill_(padding, -1), block.masked_fill_(padding, -1), offset], out=tables
-        )
-        self.req_idx_per_token, self.position_ids, self.slot_mapping, self.index_block, self.index_offset = tables
+        torch.stack([req, positions, start, slots, block, offset], out=tables)
+        (
+            self.req_idx_per_token,
+            self.position_ids,
+            self.table_start,
+            self.slot_mapping,
+            self.index_block,
+            self.index_offset,
+        ) = tables
+        self._generation_keys = None
 
     def _token_positions(self, n: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sequence and absolute position of each token; sequence s covers kv_len - seq_len ... kv_len - 1."""
+        """Sequence and absolute position of each token; sequence s covers kv_len - seq_len ...
+        kv_len - 1."""
         seq_lens, kv_lens = self.seq_lens_cuda[:n].long(), self.kv_lens_cuda[:n].long()
         if tokens == n:  # decode: one token each
             return torch.arange(n, device=self.device), kv_lens - 1
-        req = torch.repeat_interleave(torch.arange(n, device=self.device), seq_lens, output_size=tokens)
+        req = torch.repeat_interleave(
+            torch.arange(n, device=self.device), seq_lens, output_size=tokens
+        )
         ends = seq_lens.cumsum(0)
         return req, torch.arange(tokens, device=self.device) - ends[req] + kv_lens[req]
 
@@ -123,19 +182,43 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         return positions // size, positions % size
 
     @staticmethod
-    def _lookup(table: torch.Tensor, req: torch.Tensor, page: torch.Tensor) -> torch.Tensor:
-        return table[req, page].long().clamp_(min=0)  # a padding row may hold no block
+    def _lookup(table: torch.Tensor, start: torch.Tensor, page: torch.Tensor) -> torch.Tensor:
+        """Block of a page of the request whose row starts at `start`; 0 where a padding row holds
+        none."""
+        return table.take(start + page).long().clamp_(min=0)
 
-    def generation_index_table(self) -> torch.Tensor:
-        """int32 [generations, pages]: index-key pages of the generation rows, all columns if the width is static."""
+    def generation_keys(self) -> GenerationKeys:
+        """Made by the first full layer of a forward, so that a captured graph makes it anew at
+        each replay."""
+        if self._generation_keys is None:
+            table = self._generation_index_table()
+            positions = self.position_ids[self.num_ctx_tokens :].unsqueeze(1)
+            keys = torch.arange(
+                table.shape[1] * self.kv_cache_manager.tokens_per_block, device=self.device
+            )
+            self._generation_keys = GenerationKeys(
+                table.clamp(min=0).flatten().long(), keys > positions
+            )
+        return self._generation_keys
+
+    def _generation_index_table(self) -> torch.Tensor:
+        """int32 [generations, pages]: index-key pages of the generation rows, all columns if the
+        width is static."""
         rows = self.indexer_k_cache_block_offsets[self.num_contexts : self.num_seqs]
         if self._static_width:
             return rows
-        return rows[:, : -(-max(self.kv_lens[self.num_contexts :]) // self.kv_cache_manager.tokens_per_block)]
+        return rows[
+            :,
+            : -(-max(self.kv_lens[self.num_contexts :]) // self.kv_cache_manager.tokens_per_block),
+        ]
 
     def select(self, indices: torch.Tensor) -> Selection:
         """Positions int32 [tokens, topk] within each token's request (-1: none) -> `Selection`."""
-        req = self.req_idx_per_token.unsqueeze(1)
         page, offset = self._split(indices.long())
-        slots = self._lookup(self.block_table, req, page) * self.key_rows_per_block + offset
-        return Selection(indices, slots, absence_bias(indices, self.layout.dtype))
+        slots = (
+            self._lookup(self.block_table, self.table_start.unsqueeze(1), page)
+            * self.key_rows_per_block
+            + offset
+        )
+        bias = None if self._rows_are_full else absence_bias(indices, self.layout.dtype)
+        return Selection(indices, slots, bias)

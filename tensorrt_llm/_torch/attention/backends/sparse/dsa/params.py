@@ -28,11 +28,13 @@ def full_indexer_layers(
 ) -> tuple[bool, ...]:
     """For each layer, whether it owns an indexer (True) or reuses the nearest earlier selection.
 
-    Precedence as in transformers: `indexer_types`, then `index_topk_pattern` ("F" / "S" per layer), then layer i
+    Precedence as in transformers: `indexer_types`, then `index_topk_pattern` ("F" / "S" per
+        layer), then layer i
     is full iff max(i - offset + 1, 0) % freq == 0.
 
     Raises:
-        ValueError: a list of another length or an unknown mark, or a first layer that has nothing to reuse.
+        ValueError: a list of another length or an unknown mark, or a first layer that has nothing
+            to reuse.
     """
     if indexer_types is not None:
         full = _marks(indexer_types, {"full": True, "shared": False}, "indexer_types", num_layers)
@@ -41,11 +43,15 @@ def full_indexer_layers(
     else:
         full = tuple(max(i - offset + 1, 0) % freq == 0 for i in range(num_layers))
     if full and not full[0]:
-        raise ValueError("layer 0 is marked as a shared indexer layer, but no earlier layer has a selection")
+        raise ValueError(
+            "layer 0 is marked as a shared indexer layer, but no earlier layer has a selection"
+        )
     return full
 
 
-def _marks(values: Sequence[str], meaning: dict[str, bool], field: str, num_layers: int) -> tuple[bool, ...]:
+def _marks(
+    values: Sequence[str], meaning: dict[str, bool], field: str, num_layers: int
+) -> tuple[bool, ...]:
     if len(values) != num_layers:
         raise ValueError(f"{field} has {len(values)} entries; num_hidden_layers is {num_layers}")
     unknown = sorted(set(values) - set(meaning))

@@ -1,0 +1,125 @@
+"""The latency benchmark: one user, one request at a time, each on every engine before the next one."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from tensorrt_llm.commands.benchmark.engine import Engine, OwnEngine, Run
+from tensorrt_llm.commands.benchmark.memory import MemoryReport
+from tensorrt_llm.commands.benchmark.peer import TransformersPeer
+from tensorrt_llm.commands.benchmark.report import EngineReport, Report, environment
+from tensorrt_llm.commands.benchmark.timing import speedup, summarize
+from tensorrt_llm.commands.benchmark.workload import BenchRequest
+from tensorrt_llm.llmapi import LlmArgs
+
+OURS, PEER = "tensorrt_llm", "transformers"
+
+
+def run_latency(
+    args: LlmArgs,
+    requests: Sequence[BenchRequest],
+    *,
+    warmup: int,
+    with_peer: bool,
+    settings: Mapping[str, Any],
+) -> Report:
+    """Start the engines, measure, end them.
+
+    Args:
+        args: of our engine; the peer gets the same model, device and dtype, and all ranks' threads.
+        requests: what to measure.
+        warmup: requests run before that.
+        with_peer: measure transformers' `generate` too.
+        settings: the caller's part of the report's settings.
+
+    Raises:
+        BenchError: a request failed, or the peer did.
+        ValueError, EngineDeadError: our engine does not start.
+    """
+    with contextlib.ExitStack() as stack:
+        engines: dict[str, Engine] = {}
+        if with_peer:  # before our engine, which on a GPU takes what memory there is
+            engines[PEER] = _enter(stack, _start_peer(args))
+        ours = OwnEngine(args)
+        engines = {OURS: _enter(stack, ours), **engines}
+        runs = measure(engines, requests, warmup)
+        reports = {name: _engine_report(engines[name], runs[name]) for name in engines}
+        memory = _memory(ours, reports[OURS])
+    config = args.executor_config()
+    peers = runs.get(PEER)
+    return Report(
+        settings={
+            **settings,
+            "device": config.device,
+            "dtype": config.dtype,
+            "kv_cache_dtype": config.kv_cache_dtype,
+            "llm_args": args.model_dump(mode="json", exclude_unset=True),
+            **environment(),
+        },
+        engines=reports,
+        memory=memory,
+        speedup=speedup(_timings(runs[OURS]), _timings(peers)) if peers else None,
+        same_outputs=same_outputs(runs[OURS], peers) if peers else None,
+    )
+
+
+def measure(
+    engines: Mapping[str, Engine],
+    requests: Sequence[BenchRequest],
+    warmup: int,
+    progress: bool = True,
+) -> dict[str, list[Run]]:
+    """Run all requests on all engines, interleaved: a slow spell of the machine hits all of them.
+
+    Args:
+        engines: by name, in the order in which each request visits them.
+        requests: what to run.
+        warmup: requests run before and not measured: the first ones, over again if need be.
+        progress: show a bar.
+
+    Raises:
+        BenchError: a request failed.
+    """
+    warm = [requests[i % len(requests)] for i in range(warmup)]
+    bar = tqdm([*warm, *requests], "requests", disable=not progress)
+    runs = [{name: engine.run(request) for name, engine in engines.items()} for request in bar]
+    return {name: [row[name] for row in runs[warmup:]] for name in engines}
+
+
+def same_outputs(ours: Sequence[Run], peers: Sequence[Run]) -> int:
+    """Requests for which both engines generated the same tokens, all of them."""
+    pairs = zip(ours, peers, strict=True)
+    return sum(our.token_ids == peer.token_ids for our, peer in pairs)
+
+
+def _enter(stack: contextlib.ExitStack, engine: Engine) -> Engine:
+    stack.callback(engine.close)
+    return engine
+
+
+def _start_peer(args: LlmArgs) -> TransformersPeer:
+    config = args.executor_config()
+    threads = config.num_threads and config.num_threads * config.mapping.world_size
+    return TransformersPeer(config.model, config.device, config.dtype, threads)
+
+
+def _engine_report(engine: Engine, runs: Sequence[Run]) -> EngineReport:
+    timings = _timings(runs)
+    return EngineReport(summarize(timings), timings, engine.peak_rss_bytes())
+
+
+def _memory(engine: OwnEngine, report: EngineReport) -> MemoryReport | None:
+    """Ours against the bound, where the weights are in the memory that was measured."""
+    if engine.on_gpu or report.peak_rss_bytes is None:
+        return None
+    return MemoryReport(
+        weights_bytes=engine.llm.weights_bytes,
+        kv_cache_bytes=engine.llm.kv_cache_bytes,
+        peak_rss_bytes=report.peak_rss_bytes,
+    )
+
+
+def _timings(runs: Sequence[Run]) -> list[Any]:
+    return [run.timing for run in runs]
