@@ -4,6 +4,7 @@ The text between `<!-- NAME -->` and `<!-- end -->` belongs to this script, and 
 with the code.
 """
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -81,7 +82,7 @@ def unserved(model: type[RequestModel]) -> str:
 
 
 def _values(refused: Refused) -> str:
-    return ", ".join(["null", *(f"`{value}`" for value in refused.neutral)])
+    return ", ".join(["null", *(f"`{json.dumps(value)}`" for value in refused.neutral)])
 
 
 def tables() -> dict[str, str]:

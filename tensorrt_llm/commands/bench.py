@@ -1,15 +1,13 @@
 """trtllm-bench: how fast one user gets tokens, beside transformers' `generate` if wanted."""
 
+import os
 from pathlib import Path
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from tensorrt_llm.commands import options
-
-# Together they cover the contexts around 64 and around 448 tokens.
-DEFAULT_INPUT_LEN, DEFAULT_OUTPUT_LEN = 32, 448
-DEFAULT_NUM_REQUESTS = 10
-SEED = 0
+from tensorrt_llm.commands import options, output
 
 
 @click.group()
@@ -23,83 +21,92 @@ def _one_user(ctx: click.Context, option: click.Parameter, value: int) -> int:
     return value
 
 
+def _random_only(ctx: click.Context, option: click.Parameter, value: int) -> int:
+    """Lengths belong to random prompts; `--dataset` is eager, so it is known here."""
+    given = ctx.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+    if given and ctx.params["dataset"] is not None:
+        raise click.BadParameter("a dataset has its own lengths")
+    return value
+
+
 @main.command(context_settings={"show_default": True})
 @options.model
-@click.option("--peer", type=click.Choice(["transformers"]), help="Measure this one beside it.")
-@click.option(
-    "--input_len",
-    type=click.IntRange(min=1),
-    help=f"Tokens of each random prompt.  [default: {DEFAULT_INPUT_LEN}]",
-)
-@click.option(
-    "--output_len",
-    type=click.IntRange(min=2),
-    help=f"Tokens to generate for each.  [default: {DEFAULT_OUTPUT_LEN}]",
-)
+@click.option("--peer", type=click.Choice(["transformers"]), help="Measure this one as well.")
 @click.option(
     "--dataset",
+    is_eager=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="JSON lines with prompt or input_ids, and output_tokens, in place of random prompts.",
 )
 @click.option(
+    "--input_len",
+    default=32,
+    type=click.IntRange(min=1),
+    callback=_random_only,
+    help="Tokens of each random prompt.",
+)
+@click.option(
+    "--output_len",
+    default=448,
+    type=click.IntRange(min=2),
+    callback=_random_only,
+    help="Tokens to generate after each.",
+)
+@click.option(
     "--num_requests",
     type=click.IntRange(min=1),
-    help=f"Requests to measure.  [default: {DEFAULT_NUM_REQUESTS}, or all of the dataset]",
+    help="Requests to measure.  [default: 10, or the whole dataset]",
 )
 @click.option("--warmup", default=2, type=click.IntRange(min=0), help="Requests before those.")
-@click.option("--concurrency", default=1, callback=_one_user, help="Users at the same time.")
+@click.option(
+    "--concurrency", default=1, type=int, callback=_one_user, help="Users at the same time."
+)
 @options.tp_size
 @click.option(
     "--num_threads",
     type=click.IntRange(min=1),
-    help="CPU threads of a rank; the peer gets those of all ranks.  [default: the cores]",
+    help="CPU threads of a rank; the peer gets those of all ranks.  [default: the cores, shared]",
 )
 @options.config
 @options.output_json
 def latency(
     model: Path,
     peer: str | None,
-    input_len: int | None,
-    output_len: int | None,
-    dataset: Path | None,
-    num_requests: int | None,
     warmup: int,
     concurrency: int,
     tp_size: int,
     num_threads: int | None,
     config: Path | None,
     output_json: Path | None,
+    **workload: Any,
 ) -> None:
     """Latency of one request at a time: greedy, eos ignored, streamed.
 
     Each request runs on the engine and then on the peer, so that a slow spell of the machine hits
     both. Numbers are medians unless they say otherwise.
     """
-    if dataset is not None and (input_len is not None or output_len is not None):
-        raise click.UsageError("--dataset brings its own lengths; drop --input_len, --output_len")
-    from tensorrt_llm.commands.benchmark import workload
-
-    with options.user_errors():
-        requests = workload.build(
-            model,
-            dataset,
-            num_requests or (None if dataset else DEFAULT_NUM_REQUESTS),
-            input_len or DEFAULT_INPUT_LEN,
-            output_len or DEFAULT_OUTPUT_LEN,
-            SEED,
-        )
-        args = options.llm_args(
-            {
-                "model": str(model),
-                "skip_tokenizer_init": True,
-                "tensor_parallel_size": tp_size,
-                "num_threads": num_threads,
-                "max_batch_size": concurrency,
-                "max_seq_len": max(request.total_tokens for request in requests),
-            },
-            config,
-        )
     # Late, so that --help and mistakes on the command line answer at once.
     from tensorrt_llm.commands.benchmark.latency import run_latency
+    from tensorrt_llm.commands.benchmark.workload import Workload
+    from tensorrt_llm.llmapi import llm_args_from_cli_and_yaml
+    from tensorrt_llm.llmapi.checkpoint import Checkpoint
 
-    settings = {...}
+    with options.user_errors():
+        requests = Workload(**workload).requests(Checkpoint.open(model))
+        flags = {
+            "model": str(model),
+            "skip_tokenizer_init": True,
+            "tensor_parallel_size": tp_size,
+            "num_threads": num_threads or max(1, len(os.sched_getaffinity(0)) // tp_size),
+            "max_batch_size": concurrency,
+            "max_seq_len": max(request.total_tokens for request in requests),
+        }
+        report = run_latency(
+            llm_args_from_cli_and_yaml(flags, config),
+            requests,
+            warmup=warmup,
+            with_peer=peer is not None,
+            settings={**workload, "warmup": warmup, "concurrency": concurrency},
+        )
+    click.echo(report.as_text())
+    output.write_json(output_json, report.as_dict())

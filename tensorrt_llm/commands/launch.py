@@ -140,6 +140,7 @@ class Leader:
             request_addr=start.request_addr,
             response_addr=start.response_addr,
             ranks_on_host=self._world.ranks_on_host,
+            log_level=start.log_level,
         )
         threading.Thread(target=_end_with_peer, args=(connection, launch), daemon=True).start()
         self._world.broadcast(launch)

@@ -1,5 +1,6 @@
 """trtllm-serve: an OpenAI-compatible server for one model."""
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -206,6 +207,7 @@ def serve(
 ) -> None:
     """Serve the checkpoint in directory MODEL (hub layout) over OpenAI's API."""
     set_level(log_level)
+    os.environ["TLLM_LOG_LEVEL"] = log_level  # for the rank processes
     try:
         args = llm_args_from_cli_and_yaml({"model": model, **_nested(engine)}, config)
         if args.skip_tokenizer_init:

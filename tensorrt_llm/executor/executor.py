@@ -172,6 +172,14 @@ class GenerationExecutor:
     # --- on the reader thread ---------------------------------------------------------------------
 
     def _read(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # nobody would ever hear of a response again
+            logger.exception("the engine's reader failed")
+            self._ranks.kill()
+            self._die(EngineDeadError(f"the engine's reader failed: {error!r}"))
+
+    def _serve(self) -> None:
         """Hand out what arrives, until a rank dies or `shutdown` wakes this thread."""
         poller = zmq.Poller()
         for source in (self._responses.socket, self._woken, *self._ranks.lifelines):

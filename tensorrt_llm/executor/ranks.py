@@ -17,6 +17,7 @@ from typing import Protocol
 from tensorrt_llm._torch.pyexecutor.config import ExecutorConfig
 from tensorrt_llm._torch.pyexecutor.messages import EngineDead
 from tensorrt_llm.executor.worker import RankLaunch
+from tensorrt_llm.logger import logger
 
 # Set by trtllm-llmapi-launch for the user's command; the names are TensorRT-LLM's.
 ENV_PROXY = "TLLM_SPAWN_PROXY_PROCESS"
@@ -54,11 +55,12 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class StartEngine:
-    """Asks launched ranks to be the engine of `config` (rank 0's); addresses as in `RankLaunch`."""
+    """Asks launched ranks to be the engine of `config` (rank 0's); fields as in `RankLaunch`."""
 
     config: ExecutorConfig
     request_addr: str
     response_addr: str
+    log_level: int
 
 
 def python_command(code: str) -> list[str]:
@@ -100,6 +102,7 @@ class SpawnedRanks:
                 request_addr=request_addr,
                 response_addr=response_addr,
                 ranks_on_host=world_size,
+                log_level=logger.level,
             )
             self._start(command, launch)
 
@@ -154,7 +157,7 @@ class LaunchedRanks:
         host, _, port = os.environ[ENV_ADDRESS].removeprefix("tcp://").partition(":")
         key = bytes.fromhex(os.environ[ENV_KEY])
         self._connection = Client((host, int(port)), authkey=key)
-        self._connection.send(StartEngine(config, request_addr, response_addr))
+        self._connection.send(StartEngine(config, request_addr, response_addr, logger.level))
         self.lifelines = [self._connection]
 
     def ended(self) -> list[EngineDead]:

@@ -15,6 +15,7 @@ import zmq
 from tensorrt_llm._torch.pyexecutor.config import ExecutorConfig
 from tensorrt_llm._torch.pyexecutor.messages import EngineDead, EngineReady
 from tensorrt_llm.executor.ipc import Receiver, Sender
+from tensorrt_llm.logger import logger
 
 # An idle rank 0 looks up this often, so that ranks which wait for its broadcast do not time out.
 HEARTBEAT_S = 1.0
@@ -47,6 +48,7 @@ class RankLaunch:
         request_addr: rank 0 binds it and gets requests there.
         response_addr: the server process binds it; ranks send responses and their death there.
         ranks_on_host: ranks that share this host's cores.
+        log_level: the server process's, a level of `logging`.
     """
 
     config: ExecutorConfig
@@ -54,6 +56,7 @@ class RankLaunch:
     request_addr: str
     response_addr: str
     ranks_on_host: int
+    log_level: int
 
 
 def main(create_engine: CreateEngine | None = None) -> None:
@@ -69,9 +72,8 @@ def main(create_engine: CreateEngine | None = None) -> None:
     zmq.Context.instance().term()  # waits for what closed sockets still have to send
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        1 if death else 0
-    )  # a rank whose peers are dead may never get through torch's own teardown
+    # Not sys.exit: a rank whose peers are dead may never get through torch's own teardown.
+    os._exit(1 if death else 0)
 
 
 def worker_main(launch: RankLaunch, create_engine: CreateEngine | None = None) -> EngineDead | None:
@@ -84,6 +86,7 @@ def worker_main(launch: RankLaunch, create_engine: CreateEngine | None = None) -
     Returns:
         None, or the failure that ended it, which has been sent to the server process as well.
     """
+    logger.setLevel(launch.log_level)
     responses = Sender(launch.response_addr)
     try:
         _run_engine(launch, create_engine or _create_py_executor, responses)

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, cast, overload
 
 from tensorrt_llm._torch.pyexecutor.messages import EngineStats, LlmResponse, NewRequest
 from tensorrt_llm.executor import EngineDeadError, GenerationExecutor
@@ -41,6 +41,13 @@ class LLM:
         tokenizer: directory of the tokenizer; None: the checkpoint's.
         skip_tokenizer_init: token ids in, token ids out.
         llm_args: any other field of `LlmArgs`.
+
+    Attributes:
+        args: the arguments.
+        tokenizer: transformers' tokenizer, for chat templates; None under `skip_tokenizer_init`.
+        model_name: the checkpoint directory's name.
+        max_seq_len, max_num_tokens, max_batch_size, vocab_size, eos_token_ids: the engine's.
+        weights_bytes, kv_cache_bytes: memory of rank 0.
 
     Raises:
         ValueError: wrong arguments, or a checkpoint that cannot be served with them.
@@ -150,8 +157,9 @@ class LLM:
             if isinstance(sampling_params, Sequence):
                 raise RequestError("sampling_params is a list, but there is one prompt only")
             return self.generate_async(inputs, sampling_params).result()
-        params = _one_for_each(sampling_params, len(inputs))
-        outputs = [self.generate_async(*pair) for pair in zip(inputs, params, strict=True)]
+        prompts = cast(list[PromptInput], inputs)  # a list of integers was one prompt
+        params = _one_for_each(sampling_params, len(prompts))
+        outputs = [self.generate_async(*pair) for pair in zip(prompts, params, strict=True)]
         from tqdm import tqdm
 
         return [output.result() for output in tqdm(outputs, "requests", disable=not use_tqdm)]

@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from tokenizers import Tokenizer
-from typing_extensions import TypeIs
 
 from tensorrt_llm._torch.pyexecutor.messages import EngineReady
 from tensorrt_llm.llmapi.errors import RequestError
@@ -112,14 +111,14 @@ class RequestChecker:
 
     def _check_ids(self, name: str, token_ids: Sequence[int]) -> None:
         size = self.engine.vocab_size
-        outside = [i for i in token_ids if not 0 <= i < size]
-        if outside:
+        wrong = [i for i in token_ids if type(i) is not int or not 0 <= i < size]
+        if wrong:
             raise RequestError(
-                f"{name} has {outside[0]}; a token id is at least 0 and below vocab_size {size}"
+                f"{name} has {wrong[0]!r}; a token id is at least 0 and below vocab_size {size}"
             )
 
 
-def is_token_ids(inputs: object) -> TypeIs[list[int]]:
+def is_token_ids(inputs: object) -> TypeGuard[list[int]]:
     """Whether this is a list of integers: one prompt, not several. (So is the empty list.)"""
     return isinstance(inputs, list) and all(type(item) is int for item in inputs)
 

@@ -17,7 +17,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", source: str | None) -> None:
         self._tokenizer = tokenizer
         self._source = source or tokenizer.chat_template
-        self._reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
+        own = inspect.signature(tokenizer.apply_chat_template).parameters
+        self._reserved = {"messages", *own}
 
     def render(
         self,

@@ -84,16 +84,19 @@ async def _live(host: EngineHost, server: "_Server") -> None:
         logger.error("%s, so the server ends", Phase.DEAD)
     except Exception as error:
         host.phase = Phase.DEAD
-        logger.error("the model cannot be served: %s", error, exc_info=_is_a_bug(error))
+        _log_failed_start(error)
     if not server.should_exit:
         server.exit_code = 1
         await asyncio.sleep(_LINGER_SECONDS)
         server.should_exit = True
 
 
-def _is_a_bug(error: Exception) -> bool:
-    """Whether the message alone would not tell the user what to change."""
-    return not isinstance(error, ValueError | OSError | EngineDeadError)
+def _log_failed_start(error: Exception) -> None:
+    if isinstance(error, EngineDeadError):
+        logger.error("the engine did not start, for the reason above")
+    else:  # a traceback only where the message alone would not tell the user what to change
+        bug = not isinstance(error, ValueError | OSError)
+        logger.error("the model cannot be served: %s", error, exc_info=bug)
 
 
 class _Server(uvicorn.Server):

@@ -46,6 +46,9 @@ def _byte_of_letter() -> dict[str, int]:
     }
 
 
+_IMPOSSIBLE = -9999.0  # what OpenAI's API says for a probability of 0; JSON has no infinity
+
+
 def completion_logprobs(
     texts: TokenTexts,
     tokens: Sequence[int],
@@ -67,11 +70,11 @@ def completion_logprobs(
     return {
         "tokens": pieces,
         "token_logprobs": [
-            entry[token].logprob if entry else None
+            _finite(entry[token].logprob) if entry else None
             for token, entry in zip(tokens, logprobs, strict=True)
         ],
         "top_logprobs": [
-            {texts.text(t): one.logprob for t, one in entry.items()} if entry else None
+            {texts.text(t): _finite(one.logprob) for t, one in entry.items()} if entry else None
             for entry in logprobs
         ],
         "text_offset": ends[:-1],
@@ -93,4 +96,9 @@ def chat_logprobs(
 
 
 def _chat_entry(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
-    return {"token": texts.text(token), "logprob": logprob, "bytes": list(texts.bytes(token))}
+    raw = list(texts.bytes(token))
+    return {"token": texts.text(token), "logprob": _finite(logprob), "bytes": raw}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _IMPOSSIBLE)

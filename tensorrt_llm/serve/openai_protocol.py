@@ -38,8 +38,6 @@ def _is_token_ids(value: object) -> bool:
 
 def _prompts(value: object) -> list[str | list[int]]:
     """The four forms of `prompt` as a list of prompts."""
-    if value == "" or value == []:
-        raise ValueError("a prompt must not be empty")
     prompts: Any = [value] if _is_text(value) or _is_token_ids(value) else value
     if not isinstance(prompts, list) or not all(_is_text(p) or _is_token_ids(p) for p in prompts):
         raise ValueError("it must be text, a list of token ids, or a list of either")
@@ -64,8 +62,9 @@ def _token_id_keys(value: object) -> object:
     return {int(key): bias for key, bias in value.items()}
 
 
+Bias = Annotated[float, Field(ge=-100, le=100)]  # OpenAI's range
 LogitBias = Annotated[
-    dict[int, float], BeforeValidator(_token_id_keys, json_schema_input_type=dict[str, float])
+    dict[int, Bias], BeforeValidator(_token_id_keys, json_schema_input_type=dict[str, Bias])
 ]
 
 
@@ -93,8 +92,12 @@ class SamplingRequest(RequestModel, ABC):
     seed: int | None = Field(None, description="same seed and prompt, same answer")
     presence_penalty: float | None = Field(None, description="-2 to 2; default 0")
     frequency_penalty: float | None = Field(None, description="-2 to 2; default 0")
-    repetition_penalty: float | None = Field(None, description="above 0; default 1")
-    logit_bias: LogitBias | None = Field(None, description="token id -> value added to its logit")
+    repetition_penalty: float | None = Field(
+        None, ge=0.01, le=100, description="0.01 to 100; default 1"
+    )
+    logit_bias: LogitBias | None = Field(
+        None, description="token id -> -100 to 100, added to its logit"
+    )
     max_tokens: int | None = Field(None, ge=1, description="most tokens to generate")
     min_tokens: int | None = Field(None, description="no end before this many tokens; default 0")
     stop: Stops | None = Field(None, description="text or list of texts that end the answer")

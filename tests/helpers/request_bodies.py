@@ -47,7 +47,7 @@ PLAUSIBLE = {  # values near the border of what is served
     "top_k": st.integers(-1, 1000),
     "presence_penalty": st.floats(-2.1, 2.1),
     "frequency_penalty": st.floats(-2.1, 2.1),
-    "repetition_penalty": st.floats(-0.1, 3),
+    "repetition_penalty": st.floats(-0.1, 3) | NUMBERS,
     "stream": st.booleans(),
     "echo": st.booleans(),
     "ignore_eos": st.booleans(),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
+import psutil
 
 TESTS = Path(__file__).parents[1]
 
@@ -32,6 +33,14 @@ def series(http: httpx.Client, name: str) -> float:
     """The value of one series in /metrics."""
     lines = http.get("/metrics").text.splitlines()
     return float(next(line.split()[-1] for line in lines if line.startswith(f"{name} ")))
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Also true of an orphan that nobody has reaped yet."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 class ServerProcess:

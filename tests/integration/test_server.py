@@ -13,7 +13,7 @@ import openai
 import psutil
 import pytest
 from helpers.request_bodies import chats, check, completions
-from helpers.server_process import ServerProcess, free_port, series, wait_for
+from helpers.server_process import ServerProcess, free_port, has_ended, series, wait_for
 from hypothesis import HealthCheck, given, settings
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "glm_tiny" / "checkpoint"
@@ -235,7 +235,7 @@ def test_ctrl_c_ends_the_server_and_its_ranks_in_two_seconds() -> None:
         assert server.process.returncode == 0
         thread.join()
         assert events
-        assert not psutil.wait_procs(ranks, timeout=2)[1]
+        wait_for(lambda: all(map(has_ended, ranks)))
 
 
 def test_ctrl_c_while_loading() -> None:
@@ -244,7 +244,7 @@ def test_ctrl_c_while_loading() -> None:
         ranks = psutil.Process(server.process.pid).children(recursive=True)
         assert server.stop(signal.SIGINT) < 2
         assert server.process.returncode == 0
-        assert not psutil.wait_procs(ranks, timeout=2)[1]
+        wait_for(lambda: all(map(has_ended, ranks)))
 
 
 def test_a_dead_rank_ends_the_server() -> None:
@@ -259,7 +259,7 @@ def test_a_dead_rank_ends_the_server() -> None:
         assert "died" in json.loads(events[0])["error"]["message"]
         assert server.process.wait(timeout=10) == 1
         assert "rank 1 died: killed by SIGKILL" in server.log()
-        assert not psutil.wait_procs(ranks, timeout=2)[1]
+        wait_for(lambda: all(map(has_ended, ranks)))
 
 
 def test_a_checkpoint_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:

@@ -23,8 +23,11 @@ class AllReduce:
         if x.is_cuda:
             dist.all_reduce(x)
             return x
-        parts = _gather(x, self.mapping)
-        return parts.sum(dim=0, dtype=torch.float32).to(x.dtype)
+        first, *others = _gather(x, self.mapping).unbind(0)
+        total = first.float()
+        for part in others:  # one after the other: torch.sum's order depends on their number
+            total = total + part
+        return total.to(x.dtype)
 
 
 def allgather(x: torch.Tensor, mapping: Mapping, dim: int = -1) -> torch.Tensor:

@@ -129,6 +129,10 @@ class ModelConfig:
         latent_norm_eps: eps of the norms of q_a and kv_a; None takes rms_norm_eps, as production
             engines do. transformers builds them with 1e-6.
         kv_cache_fp8: e4m3 latents and index keys.
+        max_draft_len: drafts per step with the MTP layer; 0 leaves that layer out.
+
+    Raises:
+        ValueError: drafting without an MTP layer in the checkpoint.
     """
 
     pretrained_config: PretrainedConfig
@@ -137,6 +141,14 @@ class ModelConfig:
     device: torch.device
     kv_cache_fp8: bool = False
     latent_norm_eps: float | None = None
+    max_draft_len: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_draft_len and not self.pretrained_config.num_nextn_predict_layers:
+            raise ValueError(
+                f"max_draft_len is {self.max_draft_len}, but the checkpoint has no MTP layer "
+                "(num_nextn_predict_layers is 0)"
+            )
 
     @property
     def latent_eps(self) -> float:

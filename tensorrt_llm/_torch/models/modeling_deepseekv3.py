@@ -15,6 +15,7 @@ from tensorrt_llm._torch.models.model_config import ModelConfig
 from tensorrt_llm._torch.modules.embedding import Embedding, LMHead
 from tensorrt_llm._torch.modules.fused_moe import DeepseekV3Gate, FusedMoE
 from tensorrt_llm._torch.modules.gated_mlp import GatedMLP
+from tensorrt_llm._torch.modules.linear import Linear
 from tensorrt_llm._torch.modules.logits_processor import LogitsProcessor
 from tensorrt_llm._torch.modules.mla import MLA
 from tensorrt_llm._torch.modules.rms_norm import RMSNorm
@@ -149,6 +150,89 @@ class DeepseekV3Model(nn.Module):
         return _norm(self.norm, hidden_states, residual)[0]
 
 
+class DeepseekV3MTP(nn.Module):
+    """From the hidden state of a token and the token after it to a hidden state for the one beyond.
+
+    z = eh_proj [enorm(embed(t_next)) | hnorm(h)], the embedding's half first; then an ordinary
+    mixture-of-experts layer with an indexer of its own, then `shared_head.norm`. The result is
+    both the LM head's input and what the next draft step starts from, so the norm is applied once.
+    """
+
+    def __init__(self, config: ModelConfig, layer_idx: int) -> None:
+        super().__init__()
+        model = config.pretrained_config
+        norm = (model.hidden_size, model.rms_norm_eps, config.dtype, config.device)
+        self.enorm, self.hnorm, self.shared_head_norm = (RMSNorm(*norm) for _ in range(3))
+        self.eh_proj = Linear(
+            2 * model.hidden_size,
+            model.hidden_size,
+            mapping=config.mapping,
+            dtype=config.dtype,
+            device=config.device,
+        )
+        self.block = DeepseekV3DecoderLayer(config, layer_idx, dense=False, full_indexer=True)
+
+    def weight_specs(self, name: str) -> Iterator[WeightSpec]:
+        yield from self.block.weight_specs(name)
+        yield from self.eh_proj.weight_specs(f"{name}.eh_proj")
+        yield from self.enorm.weight_specs(f"{name}.enorm")
+        yield from self.hnorm.weight_specs(f"{name}.hnorm")
+        yield from self.shared_head_norm.weight_specs(f"{name}.shared_head.norm")
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        hidden_states: torch.Tensor,
+        rotations: torch.Tensor,
+        attn_metadata: DSAtrtllmAttentionMetadata,
+    ) -> torch.Tensor:
+        """All [tokens, hidden]: embeddings of the next tokens, hidden states after the model's final
+        norm or an earlier draft step -> hidden states after `shared_head.norm`."""
+        both = torch.cat([self.enorm(embeddings), self.hnorm(hidden_states)], dim=-1)
+        out, residual = self.block(self.eh_proj(both), None, rotations, attn_metadata)
+        return self.shared_head_norm.add_norm(out, residual)[0]
+
+
+class MTPDraftModel(nn.Module):
+    """The draft side of the one model: MTP layers that share embedding and LM head with the target."""
+
+    def __init__(self, config: ModelConfig, model: DeepseekV3Model, lm_head: LMHead) -> None:
+        super().__init__()
+        self.first_layer = config.pretrained_config.num_hidden_layers
+        self.mtp_layers = nn.ModuleList([DeepseekV3MTP(config, self.first_layer)])
+        # Plain references: these modules belong to the target.
+        self._shared = (model, lm_head)
+
+    @property
+    def embed_tokens(self) -> nn.Module:
+        return self._shared[0].embed_tokens
+
+    @property
+    def lm_head(self) -> LMHead:
+        return self._shared[1]
+
+    def weight_specs(self) -> Iterator[WeightSpec]:
+        yield from self.layer.weight_specs(f"model.layers.{self.first_layer}")
+
+    @property
+    def layer(self) -> DeepseekV3MTP:
+        """The layer that every draft step runs: with MTP-Eagle they share the first one."""
+        layer = self.mtp_layers[0]
+        assert isinstance(layer, DeepseekV3MTP)
+        return layer
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        position_ids: torch.Tensor,
+        attn_metadata: DSAtrtllmAttentionMetadata,
+    ) -> torch.Tensor:
+        """input_ids int64 [tokens], hidden_states [tokens, hidden] -> [tokens, hidden]."""
+        rotations = self._shared[0].rotary.rotations(position_ids)
+        return self.layer(self.embed_tokens(input_ids), hidden_states, rotations, attn_metadata)
+
+
 class GlmMoeDsaForCausalLM(nn.Module):
     """The engine-facing model. `forward` gives logits; `weight_specs` is the loading plan."""
 
@@ -161,18 +245,22 @@ class GlmMoeDsaForCausalLM(nn.Module):
             model.vocab_size, model.hidden_size, config.mapping, config.dtype, config.device
         )
         self.logits_processor = LogitsProcessor()
+        self.draft_model = (
+            MTPDraftModel(config, self.model, self.lm_head) if config.max_draft_len else None
+        )
 
     def weight_specs(self) -> Iterator[WeightSpec]:
         yield from self.model.weight_specs("model")
         yield from self.lm_head.weight_specs("lm_head")
+        if self.draft_model is not None:
+            yield from self.draft_model.weight_specs()
 
     def unused_weights(self) -> dict[str, str]:
         """Checkpoint tensors that are not loaded: name pattern -> reason."""
-        first_extra = self.config.pretrained_config.num_hidden_layers
-        extra = range(
-            first_extra, first_extra + self.config.pretrained_config.num_nextn_predict_layers
-        )
-        return {f"model.layers.{i}.*": "MTP layer, and speculation is off" for i in extra}
+        model = self.config.pretrained_config
+        first = model.num_hidden_layers + (self.draft_model is not None)
+        extra = range(first, model.num_hidden_layers + model.num_nextn_predict_layers)
+        return {f"model.layers.{i}.*": "MTP layer that nothing drafts with" for i in extra}
 
     @torch.inference_mode()
     def forward(

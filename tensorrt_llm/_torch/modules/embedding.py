@@ -50,6 +50,10 @@ class LMHead(nn.Module):
     def weight_specs(self, name: str) -> Iterator[WeightSpec]:
         yield WeightSpec(f"{name}.weight", self.full_shape, self.weight.data, rows=self.rows)
 
+    def local_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden_size] -> [rows, vocab_size / tp_size], this rank's slice in its dtype."""
+        return F.linear(hidden_states, self.weight)
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[rows, hidden_size] -> fp32 [rows, vocab_size], the same on all ranks."""
-        return allgather(F.linear(hidden_states, self.weight), self.mapping).float()
+        return allgather(self.local_logits(hidden_states), self.mapping).float()

@@ -93,6 +93,8 @@ class CUDAGraphRunner:
             for _ in range(WARMUP_RUNS):
                 self._run(batch_size)
         torch.cuda.current_stream().wait_stream(side)
+        # Forgets the key tables that the warm-up made, or the graph would not make its own.
+        self.attn_metadata.on_update_kv_lens()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
             logits = self._run(batch_size)

@@ -29,8 +29,8 @@ class Engine(Protocol):
         """Generate and wait. Raises BenchError when that fails."""
         ...
 
-    def peak_rss_bytes(self) -> int:
-        """The most that its largest process has had in memory so far."""
+    def peak_rss_bytes(self) -> int | None:
+        """The most that its largest process has held so far; None where that is unknown."""
         ...
 
     def close(self) -> None:
@@ -65,8 +65,9 @@ class OwnEngine:
             raise BenchError(f"a request ended with {completion.finish_reason}: {output.error}")
         return Run(RequestTiming(len(prompt), tuple(arrivals)), list(completion.token_ids))
 
-    def peak_rss_bytes(self) -> int:
-        return max(map(peak_rss_bytes, self._ranks))
+    def peak_rss_bytes(self) -> int | None:
+        """As above; ranks that were launched by MPI or Slurm are not this process's children."""
+        return max(map(peak_rss_bytes, self._ranks), default=None)
 
     def close(self) -> None:
         self.llm.shutdown()

@@ -1,4 +1,4 @@
-"""The latency benchmark: one user, one request at a time, each on every engine before the next one."""
+"""The latency benchmark: one request at a time, each on every engine before the next one."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -9,9 +9,10 @@ from tqdm import tqdm
 from tensorrt_llm.commands.benchmark.engine import Engine, OwnEngine, Run
 from tensorrt_llm.commands.benchmark.memory import MemoryReport
 from tensorrt_llm.commands.benchmark.peer import TransformersPeer
-from tensorrt_llm.commands.benchmark.report import EngineReport, Report, environment
-from tensorrt_llm.commands.benchmark.timing import speedup, summarize
+from tensorrt_llm.commands.benchmark.report import EngineReport, Report
+from tensorrt_llm.commands.benchmark.timing import RequestTiming, speedup, summarize
 from tensorrt_llm.commands.benchmark.workload import BenchRequest
+from tensorrt_llm.commands.output import environment
 from tensorrt_llm.llmapi import LlmArgs
 
 OURS, PEER = "tensorrt_llm", "transformers"
@@ -54,7 +55,7 @@ def run_latency(
             **settings,
             "device": config.device,
             "dtype": config.dtype,
-            "kv_cache_dtype": config.kv_cache_dtype,
+            "num_threads": config.num_threads,
             "llm_args": args.model_dump(mode="json", exclude_unset=True),
             **environment(),
         },
@@ -112,7 +113,8 @@ def _engine_report(engine: Engine, runs: Sequence[Run]) -> EngineReport:
 
 def _memory(engine: OwnEngine, report: EngineReport) -> MemoryReport | None:
     """Ours against the bound, where the weights are in the memory that was measured."""
-    if engine.on_gpu or report.peak_rss_bytes is None:
+    on_cpu = engine.llm.args.executor_config().device == "cpu"
+    if report.peak_rss_bytes is None or not on_cpu:
         return None
     return MemoryReport(
         weights_bytes=engine.llm.weights_bytes,
@@ -121,5 +123,5 @@ def _memory(engine: OwnEngine, report: EngineReport) -> MemoryReport | None:
     )
 
 
-def _timings(runs: Sequence[Run]) -> list[Any]:
+def _timings(runs: Sequence[Run]) -> list[RequestTiming]:
     return [run.timing for run in runs]

@@ -2,12 +2,14 @@
 the other."""
 
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tensorrt_llm.commands import transformers_model
 from tensorrt_llm.commands.benchmark.engine import BenchError, Run
 from tensorrt_llm.commands.benchmark.memory import peak_rss_bytes
 from tensorrt_llm.commands.benchmark.timing import Arrival, RequestTiming
@@ -69,6 +71,7 @@ def _serve(
 ) -> None:
     """The peer's process: says True once the model is loaded, then answers each request with a
     `Run`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the other side's to handle
     try:
         generate = _load(model, device, dtype, num_threads)
         connection.send(True)
@@ -84,12 +87,10 @@ def _load(
     model: Path, device: str, dtype: str, num_threads: int | None
 ) -> Callable[[BenchRequest], Run]:
     import torch
-    from transformers import AutoModelForCausalLM
 
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
-    loaded.to(device).eval()
+    loaded = transformers_model.load(model, device, dtype)
     loaded.generation_config.eos_token_id = None  # every request has its full output length
     return lambda request: _generate(loaded, request)
 

@@ -1,15 +1,12 @@
 """The benchmark's result: as JSON for programs, as a table for people."""
 
-import importlib.metadata
-import os
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tensorrt_llm.commands.benchmark.memory import MemoryReport
 from tensorrt_llm.commands.benchmark.timing import LatencySummary, RequestTiming, Speedup
-from tensorrt_llm.version import __version__
+from tensorrt_llm.commands.output import table
 
 
 @dataclass(frozen=True)
@@ -19,7 +16,7 @@ class EngineReport:
 
     summary: LatencySummary
     timings: Sequence[RequestTiming]
-    peak_rss_bytes: int
+    peak_rss_bytes: int | None
 
     def as_dict(self) -> dict[str, Any]:
         """The summary's fields, `peak_rss_bytes`, and `per_request` in the order of the
@@ -80,28 +77,6 @@ class Report:
         return lines
 
 
-def environment() -> dict[str, Any]:
-    """Versions and machine, for the settings of a report."""
-    return {
-        "versions": {
-            "tensorrt_llm": __version__,
-            "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in ("torch", "transformers")},
-        },
-        "machine": platform.machine(),
-        "cpu_cores": os.cpu_count(),
-    }
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns, the first one to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "   ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
-        for row in rows
-    )
-
-
 def _ms(of: Callable[[LatencySummary], float]) -> Callable[[EngineReport], str]:
     return lambda report: f"{of(report.summary):.2f}"
 
@@ -114,20 +89,26 @@ _ROWS: tuple[tuple[str, Callable[[EngineReport], str]], ...] = (
     ("whole request, ms", _ms(lambda s: s.latency_ms)),
     ("tok/s/user", lambda r: f"{r.summary.tokens_per_second_per_user:.1f}"),
     ("tokens per step", lambda r: f"{r.summary.tokens_per_step:.2f}"),
-    ("peak memory (RSS), MB", lambda r: f"{r.peak_rss_bytes / 1e6:.0f}"),
+    (
+        "peak memory (RSS), MB",
+        lambda r: "-" if r.peak_rss_bytes is None else f"{r.peak_rss_bytes / 1e6:.0f}",
+    ),
 )
 
 
 def _context_rows(summaries: Sequence[LatencySummary]) -> list[list[str]]:
-    """Time per token by context, then its growth from the first to the last."""
-    by_context = [{b.context: b.itl_ms_p50 for b in s.context_buckets} for s in summaries]
+    """Time per token by context, and how it grows from the first to the last one."""
+    by_context = [{bucket.context: bucket for bucket in s.context_buckets} for s in summaries]
     rows = [
-        [f"per token at ~{context} tokens, ms", *(f"{of[context]:.2f}" for of in by_context)]
+        [
+            f"~{context} tokens of context: p10 / p50, ms",
+            *(f"{of[context].itl_ms_p10:.2f} / {of[context].itl_ms_p50:.2f}" for of in by_context),
+        ]
         for context in sorted(set.intersection(*map(set, by_context)))
     ]
     growths = [s.context_growth for s in summaries]
-    cells = ("-" if growth is None else f"{growth:+.1%}" for growth in growths)
-    return [*rows, ["growth with context", *cells]]
+    cells = ["-" if growth is None else f"{growth:+.1%}" for growth in growths]
+    return [*rows, ["growth from first to last, p10", *cells]]
 
 
 def _memory_line(memory: MemoryReport) -> str:

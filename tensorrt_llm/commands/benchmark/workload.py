@@ -7,14 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-Tokenize = Callable[[str], list[int]]
+from tensorrt_llm.llmapi.checkpoint import Checkpoint
+from tensorrt_llm.tokenizer import load_tokenizer
+
+SEED = 0  # every run asks the same
+DEFAULT_NUM_REQUESTS = 10
 
 _KEYS = ("task_id", "prompt", "input_ids", "output_tokens")
 
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """A prompt, and how many tokens to generate whatever they are (eos does not end it)."""
+    """A prompt, and how many tokens to generate after it; eos does not end it."""
 
     prompt_token_ids: list[int]
     output_tokens: int
@@ -24,11 +28,59 @@ class BenchRequest:
         return len(self.prompt_token_ids) + self.output_tokens
 
 
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The requests as the command line describes them.
+
+    Args:
+        dataset: a file in TensorRT-LLM's format: JSON lines with `prompt` (text) or `input_ids`,
+            and `output_tokens`. None: random prompts.
+        input_len, output_len: tokens of each random prompt, and to generate after it.
+        num_requests: how many; None takes the whole dataset, or 10 random prompts.
+    """
+
+    dataset: Path | None
+    input_len: int
+    output_len: int
+    num_requests: int | None
+
+    def requests(self, checkpoint: Checkpoint) -> list[BenchRequest]:
+        """What to run on a model.
+
+        Raises:
+            ValueError: a bad or short dataset, or a request beyond the model's longest sequence.
+        """
+        requests = self._read(checkpoint) if self.dataset else self._random(checkpoint)
+        longest = max(request.total_tokens for request in requests)
+        if longest > checkpoint.max_position_embeddings:
+            raise ValueError(
+                f"the longest request has {longest} tokens, prompt and output; the model's "
+                f"max_position_embeddings is {checkpoint.max_position_embeddings}"
+            )
+        return requests
+
+    def _random(self, checkpoint: Checkpoint) -> list[BenchRequest]:
+        count = DEFAULT_NUM_REQUESTS if self.num_requests is None else self.num_requests
+        vocab_size = checkpoint.config.get("vocab_size")
+        if not isinstance(vocab_size, int):
+            raise ValueError(f"{checkpoint.directory}/config.json lacks vocab_size")
+        return random_requests(count, self.input_len, self.output_len, vocab_size, SEED)
+
+    def _read(self, checkpoint: Checkpoint) -> list[BenchRequest]:
+        assert self.dataset is not None
+        tokenizer = load_tokenizer(checkpoint.directory)
+        requests = read_dataset(self.dataset, lambda text: tokenizer.encode(text).ids)
+        if self.num_requests is not None and self.num_requests > len(requests):
+            raise ValueError(
+                f"num_requests is {self.num_requests}; {self.dataset} has {len(requests)} requests"
+            )
+        return requests[: self.num_requests]
+
+
 def random_requests(
     count: int, input_len: int, output_len: int, vocab_size: int, seed: int
 ) -> list[BenchRequest]:
-    """`count` different prompts of uniformly random token ids; the same seed gives the same
-    ones."""
+    """`count` prompts of uniformly random token ids; the same seed gives the same ones."""
     rng = random.Random(seed)
     return [
         BenchRequest([rng.randrange(vocab_size) for _ in range(input_len)], output_len)
@@ -36,27 +88,20 @@ def random_requests(
     ]
 
 
-def read_dataset(path: Path, tokenize: Tokenize) -> list[BenchRequest]:
-    """The requests of a JSON lines file in TensorRT-LLM's format.
-
-    Each line has `prompt` (text) or `input_ids` (token ids), and `output_tokens`; `task_id` is not
-    looked at.
+def read_dataset(path: Path, encode: Callable[[str], list[int]]) -> list[BenchRequest]:
+    """The requests of a dataset file, texts encoded.
 
     Raises:
         ValueError: naming file, line and key.
     """
-    lines = path.read_text().splitlines()
-    requests = [
-        _parse(line, f"{path}:{number}", tokenize)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
+    with path.open(encoding="utf-8") as lines:
+        requests = [_parse(line, f"{path}:{i}", encode) for i, line in enumerate(lines, start=1)]
     if not requests:
         raise ValueError(f"{path} has no requests")
     return requests
 
 
-def _parse(line: str, where: str, tokenize: Tokenize) -> BenchRequest:
+def _parse(line: str, where: str, encode: Callable[[str], list[int]]) -> BenchRequest:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
@@ -65,21 +110,20 @@ def _parse(line: str, where: str, tokenize: Tokenize) -> BenchRequest:
         raise ValueError(f"{where} is a {type(entry).__name__}; it must be an object")
     unknown = [key for key in entry if key not in _KEYS]
     if unknown:
-        raise ValueError(f"{where} has unknown keys {unknown}; known are {', '.join(_KEYS)}")
+        raise ValueError(f"{where} has the unknown keys {unknown}; known are {', '.join(_KEYS)}")
     output_tokens = entry.get("output_tokens")
     if type(output_tokens) is not int or output_tokens < 2:
         raise ValueError(f"{where}: output_tokens is {output_tokens!r}; it must be at least 2")
-    return BenchRequest(_prompt(entry, where, tokenize), output_tokens)
+    return BenchRequest(_prompt(entry, where, encode), output_tokens)
 
 
-def _prompt(entry: dict[str, Any], where: str, tokenize: Tokenize) -> list[int]:
-    text, ids = entry.get("prompt"), entry.get("input_ids")
-    if (text is None) == (ids is None):
-        raise ValueError(f"{where} must have either prompt or input_ids")
-    if ids is None:
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"{where}: prompt is {text!r}; it must be a text")
-        return tokenize(text)
-    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-        raise ValueError(f"{where}: input_ids is {ids!r}; it must be a list of token ids")
-    return ids
+def _prompt(entry: dict[str, Any], where: str, encode: Callable[[str], list[int]]) -> list[int]:
+    match entry:
+        case {"prompt": str(text), **rest} if text and "input_ids" not in rest:
+            return encode(text)
+        case {"input_ids": [_, *_] as ids, **rest} if "prompt" not in rest:
+            if all(type(i) is int for i in ids):
+                return ids
+    raise ValueError(
+        f"{where} must have either prompt (a text) or input_ids (a list of token ids), not empty"
+    )

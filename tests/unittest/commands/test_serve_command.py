@@ -1,5 +1,7 @@
 """The command line of trtllm-serve, up to the moment when the engine would start."""
 
+import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from tensorrt_llm.commands.serve import ENGINE_FLAGS, UNSUPPORTED_FLAGS, main, serve
 from tensorrt_llm.llmapi.llm_args import LlmArgs
+from tensorrt_llm.logger import logger
 from tensorrt_llm.serve import launcher
 
 
@@ -21,6 +24,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[LlmArgs]:
     """Engine arguments of the servers that would have started."""
     args: list[LlmArgs] = []
     monkeypatch.setattr("tensorrt_llm.commands.serve._load", args.append)
+    monkeypatch.setenv("TLLM_LOG_LEVEL", "info")
+    monkeypatch.setattr(logger, "level", logger.level)
 
     def start(load, sock, name, template) -> int:  # type: ignore[no-untyped-def]
         load()
@@ -124,6 +129,12 @@ def test_flags_are_engine_arguments(started: list[LlmArgs]) -> None:
     assert result.exit_code == 0, result.output
     assert started[0].enable_chunked_prefill is True
     assert started[0].kv_cache_config.free_gpu_memory_fraction == 0.5
+
+
+def test_the_log_level_reaches_the_ranks(started: list[LlmArgs]) -> None:
+    assert run("model", "--port", "0", "--log_level", "error").exit_code == 0
+    assert os.environ["TLLM_LOG_LEVEL"] == "error"
+    assert logger.level == logging.ERROR
 
 
 def test_an_address_that_cannot_be_had(started: list[LlmArgs]) -> None:

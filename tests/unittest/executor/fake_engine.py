@@ -25,6 +25,7 @@ from tensorrt_llm.executor.worker import Receive, Send, main
 RAISE_ON_RANK = 1000  # + rank: that rank raises
 KILL_RANK = 2000  # + rank: that rank is killed
 HANG = 3000  # never looks at a message again
+BABBLE = 4000  # sends what is no message
 FAIL_TO_START = "/fails/to/start"  # as model directory: the last rank raises while it loads
 STEP_S = 0.002
 
@@ -92,6 +93,8 @@ class FakeEngine:
             raise RuntimeError(f"asked to fail on rank {rank}")
         if token == KILL_RANK + rank:
             os.kill(os.getpid(), signal.SIGKILL)
+        if token == BABBLE:
+            self.say(["nonsense"])
         while token == HANG:
             time.sleep(1)
 

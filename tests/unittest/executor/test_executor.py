@@ -40,14 +40,8 @@ def run_one(executor: GenerationExecutor, new: NewRequest) -> list[News]:
     return collect(news)
 
 
-def rank_pids() -> list[int]:
-    return [child.pid for child in psutil.Process().children()]
-
-
-@pytest.fixture(scope="module")
-def alone() -> None:
-    """Other tests' children would be counted as ranks."""
-    assert rank_pids() == []
+def living_ranks(executor: GenerationExecutor) -> list[int]:
+    return [process.pid for process in executor._ranks._processes if process.poll() is None]
 
 
 def test_responses_arrive_in_order(make_executor: MakeExecutor) -> None:
@@ -106,7 +100,7 @@ def test_failed_start_raises_with_the_traceback(make_executor: MakeExecutor) -> 
     with pytest.raises(EngineDeadError, match="rank 1 died: Traceback(.|\n)*no such weights"):
         executor.wait_ready(START_S)
     assert not executor.is_healthy()
-    assert rank_pids() == []
+    assert living_ranks(executor) == []
 
 
 def test_ready_in_time(make_executor: MakeExecutor) -> None:
@@ -140,9 +134,17 @@ def test_dead_rank_fails_everything(
     with pytest.raises(EngineDeadError, match=message):
         executor.submit([request(4)], news.put)
     assert not executor.is_healthy()
-    assert rank_pids() == []
+    assert living_ranks(executor) == []
     executor.add_death_listener(obituaries.append)
     assert obituaries == [culprit, culprit]
+
+
+def test_unknown_message_fails_everything(make_executor: MakeExecutor) -> None:
+    executor = make_executor()
+    executor.wait_ready(START_S)
+    error = run_one(executor, request(1, last_token=4000, max_tokens=100_000))[-1]
+    assert isinstance(error, EngineDeadError) and "unknown message from the engine" in str(error)
+    assert not executor.is_healthy() and living_ranks(executor) == []
 
 
 def test_shutdown_is_quick_and_complete(make_executor: MakeExecutor) -> None:
@@ -154,7 +156,7 @@ def test_shutdown_is_quick_and_complete(make_executor: MakeExecutor) -> None:
     start = time.monotonic()
     executor.shutdown()
     assert time.monotonic() - start < 2.0
-    assert rank_pids() == [] and not directory.exists()
+    assert living_ranks(executor) == [] and not directory.exists()
     assert isinstance(collect(news)[-1], EngineDeadError)
     with pytest.raises(EngineDeadError, match="shut down"):
         executor.submit([request(2)], news.put)
@@ -168,7 +170,7 @@ def test_shutdown_kills_what_does_not_leave(make_executor: MakeExecutor) -> None
     start = time.monotonic()
     executor.shutdown()
     assert time.monotonic() - start < 4.0
-    assert rank_pids() == []
+    assert living_ranks(executor) == []
 
 
 def test_ranks_ignore_ctrl_c_and_follow_a_killed_parent() -> None:

@@ -19,6 +19,8 @@ ENGINE = EngineReady(
     eos_token_ids=(502,),
     kv_total_blocks=16,
     tokens_per_block=32,
+    weights_bytes=0,
+    kv_cache_bytes=0,
 )
 DEFAULTS = SamplingParams()
 
@@ -90,6 +92,7 @@ def test_max_tokens_up_to_the_room(
         ({"max_tokens": None, "min_tokens": 18}, "min_tokens is 18; it must be at most max_tokens"),
         ({"stop_token_ids": [600]}, "stop_token_ids has 600; a token id is"),
         ({"logit_bias": {512: 1.0}}, "logit_bias has 512; a token id is"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias has '5'; a token id is"),
         ({"logprobs": 513}, "logprobs is 513; the vocabulary has 512 tokens"),
         ({"prompt_logprobs": 513}, "prompt_logprobs is 513; the vocabulary"),
     ],

@@ -39,6 +39,17 @@ def served() -> Iterator[tuple[FakeLLM, str]]:
     assert not thread.is_alive()
 
 
+@pytest.fixture(scope="session")
+def clients(served: tuple[FakeLLM, str]) -> Iterator[tuple[httpx.Client, openai.OpenAI]]:
+    """One of each for all tests, since setting up TLS takes a tenth of a second."""
+    address = served[1]
+    with (
+        httpx.Client(base_url=address, timeout=10) as http,
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield http, client
+
+
 @pytest.fixture
 def llm(served: tuple[FakeLLM, str]) -> FakeLLM:
     """The server's LLM with its default script and no memory of earlier tests."""
@@ -47,17 +58,10 @@ def llm(served: tuple[FakeLLM, str]) -> FakeLLM:
 
 
 @pytest.fixture
-def address(llm: FakeLLM, served: tuple[FakeLLM, str]) -> str:
-    return served[1]
+def http(llm: FakeLLM, clients: tuple[httpx.Client, openai.OpenAI]) -> httpx.Client:
+    return clients[0]
 
 
 @pytest.fixture
-def http(address: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=address, timeout=10) as client:
-        yield client
-
-
-@pytest.fixture
-def client(address: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-        yield client
+def client(llm: FakeLLM, clients: tuple[httpx.Client, openai.OpenAI]) -> openai.OpenAI:
+    return clients[1]

@@ -170,6 +170,12 @@ def test_version_and_health(http: httpx.Client) -> None:
     assert http.get("/health").status_code == 200
 
 
+def test_the_openapi_document_has_the_request_fields(http: httpx.Client) -> None:
+    schemas = http.get("/openapi.json").json()["components"]["schemas"]
+    assert {"CompletionRequest", "ChatCompletionRequest", "Message"} <= set(schemas)
+    assert "temperature" in schemas["ChatCompletionRequest"]["properties"]
+
+
 @pytest.mark.parametrize(
     ("path", "change", "names"),
     [
@@ -190,6 +196,8 @@ def test_version_and_health(http: httpx.Client) -> None:
         ("completions", {"logprobs": 21}, ["logprobs is 21"]),
         ("completions", {"stop": ""}, ["stop"]),
         ("completions", {"logit_bias": {"x": 1}}, ["logit_bias", "'x'"]),
+        ("completions", {"logit_bias": {"5": 1e308}}, ["logit_bias", "[5] is 1e+308", "100"]),
+        ("completions", {"repetition_penalty": 1e-300}, ["repetition_penalty is 1e-300", "0.01"]),
         ("completions", {"stream_options": {}}, ["stream_options", "stream"]),
         ("completions", {"echo": True, "detokenize": False}, ["echo", "detokenize"]),
         ("chat/completions", {"messages": []}, ["messages is []"]),

@@ -74,13 +74,16 @@ class AttentionMetadata:
 
     def prepare(self) -> None:
         """Derive the counts and `kv_lens`, and upload both length vectors."""
-        self.num_seqs, self.num_tokens = len(self.seq_lens), sum(self.seq_lens)
-        self.num_generations = self.num_seqs - self.num_contexts
-        self.num_ctx_tokens = sum(self.seq_lens[: self.num_contexts])
+        self._count_tokens()
         cached = self.kv_cache_params.num_cached_tokens_per_seq
         self.kv_lens = [c + s for c, s in zip(cached, self.seq_lens, strict=True)]
         copy_from_host(self.seq_lens_cuda, self.seq_lens)
         copy_from_host(self.kv_lens_cuda, self.kv_lens)
+
+    def _count_tokens(self) -> None:
+        self.num_seqs, self.num_tokens = len(self.seq_lens), sum(self.seq_lens)
+        self.num_generations = self.num_seqs - self.num_contexts
+        self.num_ctx_tokens = sum(self.seq_lens[: self.num_contexts])
 
 
 def copy_from_host(dst: torch.Tensor, values: list[int]) -> None:

@@ -15,8 +15,8 @@ BLOCK = 128
 # Magnitudes from below the amax floor to far above 448, including exact borders of a scale.
 floats = st.one_of(
     st.floats(-1e6, 1e6, width=32),
-    st.floats(-1e-5, 1e-5, width=32),
-    st.sampled_from([0.0, 448.0, -448.0, 1.75, 3.5, 448.00003, 224.0, 2.0**-20]),
+    st.floats(-(2.0**-17), 2.0**-17, width=32),
+    st.sampled_from([0.0, 448.0, -448.0, 1.75, 3.5, 448.000030517578125, 224.0, 2.0**-20]),
 )
 
 

@@ -109,7 +109,9 @@ class DSACacheLayout:
         data_bytes = self.index_data_bytes * manager.tokens_per_block
         data, scales = taken.split([data_bytes, page_bytes - data_bytes], dim=1)
         keys = data.reshape(-1, self.index_head_dim).view(self.key_dtype).float()
-        scales = scales.clone().view(torch.float32).view(keys.shape[0], -1)
+        # A dense copy, also of a single page: fp32 needs strides of whole words.
+        scales = scales.clone(memory_format=torch.contiguous_format)
+        scales = scales.view(torch.float32).view(keys.shape[0], -1)
         if scales.shape[1] == 1:
             return keys, scales.squeeze(1)
         return keys * scales.repeat_interleave(keys.shape[1] // scales.shape[1], dim=1), None

@@ -77,6 +77,9 @@ class Indexer(nn.Module):
             weights: [tokens, n_heads], weights_proj's result.
             rotations: complex64 [tokens, 1, rope_dim / 2].
         """
+        if metadata.indexer_skip_topk:
+            assert metadata.shared_selection is not None, "no draft step has chosen yet"
+            return metadata.shared_selection
         keys = self._rotate(self.k_norm(k).unsqueeze(1), rotations).squeeze(1)
         # Written also where the choice is skipped, since later steps read it.
         self.layout.write_index_keys(
@@ -91,7 +94,10 @@ class Indexer(nn.Module):
             chosen.append(self._select_contexts(qr, weights, rotations, metadata))
         if metadata.num_generations:
             chosen.append(self._select_generations(qr, weights, rotations, metadata))
-        return metadata.select(chosen[0] if len(chosen) == 1 else torch.cat(chosen))
+        selection = metadata.select(chosen[0] if len(chosen) == 1 else torch.cat(chosen))
+        if metadata.in_mtp_draft_loop:
+            metadata.keep_shared_selection(selection)
+        return selection
 
     def _rotate(self, x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
         rotated = apply_rotary(x[..., : self.rope_dim], rotations)

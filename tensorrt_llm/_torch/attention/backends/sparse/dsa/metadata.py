@@ -14,6 +14,7 @@ from tensorrt_llm._torch.attention.backends.sparse.dsa.cache_manager import (
 from tensorrt_llm._torch.attention.backends.sparse.dsa.params import DSAParams
 from tensorrt_llm._torch.custom_ops.sparse_mla import absence_bias
 
+NO_LIMIT = torch.iinfo(torch.int32).max
 # Rows of the one buffer that holds what is known per token of the step.
 TOKEN_TABLES = (
     "req_idx_per_token",
@@ -74,6 +75,10 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         skip_indexer_for_gen_reqs: generation rows take all their keys, as none has more than
             `index_topk`.
         selection_width: columns of this step's selections.
+        kv_limits_cuda: int32 [max_num_requests], tokens that a request has room for; rows at or
+            past it are padding, so that drafts never pass a request's end.
+        in_mtp_draft_loop, mtp_num_accepted, indexer_skip_topk, shared_selection: see
+            `MTPIndexShareMetadata`.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         *,
         params: DSAParams,
         layout: DSACacheLayout,
+        max_draft_len: int = 0,
     ) -> None:
         super().__init__(max_num_requests, max_num_tokens, kv_cache_manager, device)
         self.params, self.layout = params, layout
@@ -98,6 +104,13 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         self.skip_indexer_for_gen_reqs = False
         self.selection_width = params.index_topk
         self._static_width = self._rows_are_full = False
+        self.max_draft_len = max_draft_len
+        self.kv_limits_cuda = torch.full(
+            (max_num_requests,), NO_LIMIT, dtype=torch.int32, device=device
+        )
+        self.in_mtp_draft_loop = self.indexer_skip_topk = False
+        self.mtp_num_accepted: torch.Tensor | None = None
+        self.shared_selection: Selection | None = None
         self._generation_keys: GenerationKeys | None = None
         self._key_rows: dict[int, torch.Tensor] = {}
         self._buffers = torch.full(
@@ -129,13 +142,16 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
             self.indexer_k_cache_block_offsets, real, INDEX_KEY
         )
         topk, self._static_width = self.params.index_topk, static_width
-        self.selection_width = topk if static_width else min(topk, self.max_kv_len)
+        # Draft steps that choose for themselves go on where this step ends.
+        longest = self.max_kv_len + self.max_draft_len
+        self.selection_width = topk if static_width else min(topk, longest)
         gen_lens = self.kv_lens[self.num_contexts :]
         self.skip_indexer_for_gen_reqs = (
             max(gen_lens, default=0) <= topk if skip_indexer is None else skip_indexer
         )
+        shortest = min(k - s + 1 for k, s in zip(self.kv_lens, self.seq_lens, strict=True))
         self._rows_are_full = (
-            not static_width and not self.num_contexts and min(self.kv_lens) >= self.selection_width
+            not static_width and not self.num_contexts and shortest >= self.selection_width
         )
         self.selection = None
         self.on_update_kv_lens()
@@ -145,6 +161,8 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         alone."""
         n, tokens = self.num_seqs, self.num_tokens
         req, positions = self._token_positions(n, tokens)
+        if self.max_draft_len:
+            positions = torch.where(positions < self.kv_limits_cuda[req], positions, -1)
         page, offset = self._split(positions)
         start = req * self.block_table.shape[1]
         padding = positions < 0
@@ -168,11 +186,14 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         """Sequence and absolute position of each token; sequence s covers kv_len - seq_len ...
         kv_len - 1."""
         seq_lens, kv_lens = self.seq_lens_cuda[:n].long(), self.kv_lens_cuda[:n].long()
-        if tokens == n:  # decode: one token each
+        if tokens == n:  # decode without drafts: one token each
             return torch.arange(n, device=self.device), kv_lens - 1
-        req = torch.repeat_interleave(
-            torch.arange(n, device=self.device), seq_lens, output_size=tokens
-        )
+        if self.num_contexts:
+            req = torch.repeat_interleave(
+                torch.arange(n, device=self.device), seq_lens, output_size=tokens
+            )
+        else:  # generation rows: equally many for each request
+            req = torch.arange(tokens, device=self.device) // (tokens // n)
         ends = seq_lens.cumsum(0)
         return req, torch.arange(tokens, device=self.device) - ends[req] + kv_lens[req]
 
@@ -222,3 +243,64 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         )
         bias = None if self._rows_are_full else absence_bias(indices, self.layout.dtype)
         return Selection(indices, slots, bias)
+
+    # --- the MTP draft loop -----------------------------------------------------------------------
+
+    def set_in_mtp_draft_loop(self, active: bool) -> None:
+        """See `MTPIndexShareMetadata`."""
+        self.in_mtp_draft_loop = active
+
+    def set_mtp_num_accepted(self, num_accepted: torch.Tensor | None) -> None:
+        """See `MTPIndexShareMetadata`."""
+        self.mtp_num_accepted = num_accepted
+
+    def set_skip_topk(self, skip: bool) -> None:
+        """See `MTPIndexShareMetadata`."""
+        self.indexer_skip_topk = skip
+
+    def last_accepted_rows(self, num_accepted: torch.Tensor) -> torch.Tensor:
+        """int64 [num_seqs]: each context's last row, each generation's row of the last accepted token.
+
+        Args:
+            num_accepted: int [num_seqs], at least 1; contexts' entries do not matter.
+        """
+        ends = self.seq_lens_cuda[: self.num_seqs].long().cumsum(0)
+        if self.num_contexts == self.num_seqs:
+            return ends - 1
+        starts = ends - self.seq_lens_cuda[: self.num_seqs]
+        return torch.cat(
+            [ends[: self.num_contexts] - 1, (starts + num_accepted - 1)[self.num_contexts :]]
+        )
+
+    def keep_shared_selection(self, chosen: Selection) -> None:
+        """Keep one row per request of a draft loop's first choice for its later steps."""
+        assert self.mtp_num_accepted is not None, "set_mtp_num_accepted comes before the choice"
+        rows = self.last_accepted_rows(self.mtp_num_accepted)
+        bias = None if chosen.bias is None else chosen.bias[rows]
+        self.shared_selection = Selection(chosen.indices[rows], chosen.slots[rows], bias)
+
+    def begin_draft_rows(self, positions: torch.Tensor) -> None:
+        """From here on one row per request, at `positions` int64 [num_seqs]; see `end_draft_rows`."""
+        n = self.num_seqs
+        self._verify_rows = (self.num_contexts, self.seq_lens, self.kv_lens)
+        self._saved_lens = (self.seq_lens_cuda[:n].clone(), self.kv_lens_cuda[:n].clone())
+        self.seq_lens_cuda[:n] = 1
+        self.num_contexts, self.seq_lens = 0, [1] * n
+        self._count_tokens()
+        self.advance_draft_rows(positions)
+
+    def advance_draft_rows(self, positions: torch.Tensor) -> None:
+        """Move each request's row to `positions` int64 [num_seqs]; -1 is padding."""
+        self.kv_lens_cuda[: self.num_seqs] = positions + 1
+        self.kv_lens = [n + 1 for n in self.kv_lens]
+        if self.indexer_skip_topk:  # those steps write no keys and choose none
+            self.position_ids = positions
+        else:
+            self.on_update_kv_lens()
+
+    def end_draft_rows(self) -> None:
+        """Back to the step's own rows and lengths."""
+        n = self.num_seqs
+        self.num_contexts, self.seq_lens, self.kv_lens = self._verify_rows
+        self.seq_lens_cuda[:n], self.kv_lens_cuda[:n] = self._saved_lens
+        self._count_tokens()

@@ -29,17 +29,18 @@ def full_indexer_layers(
     """For each layer, whether it owns an indexer (True) or reuses the nearest earlier selection.
 
     Precedence as in transformers: `indexer_types`, then `index_topk_pattern` ("F" / "S" per
-        layer), then layer i
-    is full iff max(i - offset + 1, 0) % freq == 0.
+    layer), then layer i is full iff max(i - offset + 1, 0) % freq == 0.
 
     Raises:
-        ValueError: a list of another length or an unknown mark, or a first layer that has nothing
-            to reuse.
+        ValueError: a list of another length or an unknown mark, a frequency below 1, or a first
+            layer that has nothing to reuse.
     """
     if indexer_types is not None:
         full = _marks(indexer_types, {"full": True, "shared": False}, "indexer_types", num_layers)
     elif pattern is not None:
         full = _marks(pattern, {"F": True, "S": False}, "index_topk_pattern", num_layers)
+    elif freq < 1:
+        raise ValueError(f"index_topk_freq is {freq}; it must be at least 1")
     else:
         full = tuple(max(i - offset + 1, 0) % freq == 0 for i in range(num_layers))
     if full and not full[0]:

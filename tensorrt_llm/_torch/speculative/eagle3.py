@@ -1,0 +1,106 @@
+"""The one-model draft loop: verify, then draft with hidden states that never leave the device."""
+
+import torch
+
+from tensorrt_llm._torch.attention.backends.sparse.dsa.metadata import DSAtrtllmAttentionMetadata
+from tensorrt_llm._torch.speculative.interface import SpecMetadata, SpecOutputs, SpecWorkerBase
+from tensorrt_llm.mapping import Mapping
+
+
+class DraftModel(torch.nn.Module):
+    """What the loop needs of a draft model; see `MTPDraftModel`."""
+
+    lm_head: torch.nn.Module
+
+
+class Eagle3OneModelWorker(SpecWorkerBase):
+    """Runs after the target model on the same rows.
+
+    Args:
+        index_share: draft steps after the first reuse its choice of keys and add none to the cache
+            (`index_share_for_mtp_iteration`); else each runs the MTP layer's own indexer.
+    """
+
+    def __init__(self, max_draft_len: int, mapping: Mapping, index_share: bool) -> None:
+        super().__init__(max_draft_len, mapping)
+        self.index_share = index_share
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        target_tokens: torch.Tensor,
+        attn_metadata: DSAtrtllmAttentionMetadata,
+        spec_metadata: SpecMetadata,
+        draft_model: DraftModel,
+    ) -> SpecOutputs:
+        """Accept, draft, and say what comes next.
+
+        Args:
+            input_ids: int64 [tokens], the target's input.
+            hidden_states: [tokens, hidden], after the target's final norm.
+            target_tokens: int64 [contexts + generations * (1 + K)].
+        """
+        accepted, counts = self.accept_draft_tokens(target_tokens, spec_metadata)
+        ids = self._first_draft_inputs(input_ids, accepted, attn_metadata, spec_metadata)
+        drafts = self._draft(ids, hidden_states, counts, attn_metadata, draft_model)
+        last = accepted.gather(1, counts.unsqueeze(1) - 1)
+        return SpecOutputs(accepted, counts, drafts, torch.cat([last, drafts], dim=1))
+
+    def _first_draft_inputs(
+        self,
+        input_ids: torch.Tensor,
+        accepted: torch.Tensor,
+        attn_metadata: DSAtrtllmAttentionMetadata,
+        spec_metadata: SpecMetadata,
+    ) -> torch.Tensor:
+        """The token after each row: int64 [tokens].
+
+        A context's are its chunk shifted by one; a generation's are the target's tokens, also in rows
+        that were rejected, whose keys later steps overwrite.
+        """
+        contexts = spec_metadata.num_contexts
+        generated = accepted[contexts:].flatten()
+        if not contexts:
+            return generated
+        shifted = input_ids[: attn_metadata.num_ctx_tokens].roll(-1)
+        following = spec_metadata.context_next_tokens
+        last = attn_metadata.seq_lens_cuda[:contexts].long().cumsum(0) - 1
+        shifted[last] = torch.where(following < 0, accepted[:contexts, 0], following)
+        return torch.cat([shifted, generated])
+
+    def _draft(
+        self,
+        ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        counts: torch.Tensor,
+        attn_metadata: DSAtrtllmAttentionMetadata,
+        draft_model: DraftModel,
+    ) -> torch.Tensor:
+        """int64 [seqs, K]: the first step on all rows, the later ones on one row per request."""
+        drafts = []
+        positions, rows = attn_metadata.position_ids, attn_metadata.last_accepted_rows(counts)
+        attn_metadata.set_mtp_num_accepted(counts)
+        attn_metadata.set_in_mtp_draft_loop(self.index_share)
+        for step in range(self.max_draft_len):
+            hidden_states = draft_model(ids, hidden_states, positions, attn_metadata)
+            if step == 0:
+                hidden_states, positions = hidden_states[rows], positions[rows]
+                attn_metadata.set_in_mtp_draft_loop(False)
+                attn_metadata.set_skip_topk(self.index_share)
+                attn_metadata.begin_draft_rows(self._next(positions, attn_metadata))
+            elif step < self.max_draft_len - 1:
+                attn_metadata.advance_draft_rows(self._next(positions, attn_metadata))
+            ids = self.draft_argmax(draft_model.lm_head.local_logits(hidden_states))
+            drafts.append(ids)
+            positions = attn_metadata.position_ids
+        attn_metadata.set_skip_topk(False)
+        attn_metadata.end_draft_rows()
+        return torch.stack(drafts, dim=1)
+
+    @staticmethod
+    def _next(positions: torch.Tensor, attn_metadata: DSAtrtllmAttentionMetadata) -> torch.Tensor:
+        """One further; padding stays padding, and so does what has reached its request's end."""
+        following = torch.where(positions < 0, -1, positions + 1)
+        room = attn_metadata.kv_limits_cuda[: attn_metadata.num_seqs]
+        return torch.where(following < room, following, -1)
