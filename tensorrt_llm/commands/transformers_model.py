@@ -18,9 +18,10 @@ def load(directory: Path, device: str, dtype: str) -> Any:
     """
     import torch
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+    from transformers.utils import logging as library_logging
 
-    logging.set_verbosity_error()  # it warns of every weight that it leaves alone
+    logging: Any = library_logging  # is not annotated
+    logging.set_verbosity_error()  # it would warn of every weight that it leaves alone
     logging.disable_progress_bar()
     loading: Any = AutoModelForCausalLM.from_pretrained
     model, info = loading(directory, dtype=getattr(torch, dtype), output_loading_info=True)

@@ -171,7 +171,7 @@ def context_buckets(steps: Sequence[Step]) -> list[ContextBucket]:
     grouped: dict[int, list[Step]] = defaultdict(list)
     width = bucket_width(step.context for step in steps)
     for step in steps:
-        grouped[round_half_up(step.context, width)].append(step)
+        grouped[nearest_multiple(step.context, width)].append(step)
     return [
         ContextBucket(context, *_itl_ms(group, 10, 50))
         for context, group in sorted(grouped.items())
@@ -187,7 +187,7 @@ def bucket_width(contexts: Iterable[int]) -> int:
     return width
 
 
-def round_half_up(value: int, unit: int) -> int:
+def nearest_multiple(value: int, unit: int) -> int:
     """The multiple of `unit` that is nearest to `value`: 32 to 95 become 64 for 64."""
     return (value + unit // 2) // unit * unit
 

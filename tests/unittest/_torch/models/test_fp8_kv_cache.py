@@ -135,10 +135,10 @@ def test_the_fp8_cache_changes_the_logits(checkpoints) -> None:
 def test_generated_tokens_are_the_references(checkpoints) -> None:
     """Through the step loop, FP8 cache: each greedy token is the reference's best one."""
     directory, prompt = checkpoints["glm52"], random_prompt(21, seed=8)
-    config = executor_config(directory, kv_cache_dtype="fp8", max_num_tokens=16)
-    [generated] = generate(make_engine(config), [prompt], 24)
+    stepped = make_engine(executor_config(directory, kv_cache_dtype="fp8", max_num_tokens=16))
+    [generated] = generate(stepped, [prompt], 24)
     tokens = prompt + generated[:-1]
-    engine = make_engine(config)
+    engine = make_engine(executor_config(directory, kv_cache_dtype="fp8"))
     _, selections = run_engine(engine, tokens, [len(tokens)])
     reference = ReferenceGlm(
         directory,

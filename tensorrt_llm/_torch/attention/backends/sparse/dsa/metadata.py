@@ -147,7 +147,7 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         self.selection_width = topk if static_width else min(topk, longest)
         gen_lens = self.kv_lens[self.num_contexts :]
         self.skip_indexer_for_gen_reqs = (
-            max(gen_lens, default=0) <= topk if skip_indexer is None else skip_indexer
+            self._is_short(gen_lens) if skip_indexer is None else skip_indexer
         )
         shortest = min(k - s + 1 for k, s in zip(self.kv_lens, self.seq_lens, strict=True))
         self._rows_are_full = (
@@ -155,6 +155,10 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         )
         self.selection = None
         self.on_update_kv_lens()
+
+    def _is_short(self, kv_lens: list[int]) -> bool:
+        """Whether rows of these requests choose all their keys, to the end of the draft loop."""
+        return max(kv_lens, default=0) + self.max_draft_len <= self.params.index_topk
 
     def on_update_kv_lens(self) -> None:
         """Recompute everything that follows from `kv_lens_cuda` and `seq_lens_cuda`, on the device
@@ -283,6 +287,8 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         """From here on one row per request, at `positions` int64 [num_seqs]; see `end_draft_rows`."""
         n = self.num_seqs
         self._verify_rows = (self.num_contexts, self.seq_lens, self.kv_lens)
+        if self.num_contexts:  # they become generation rows, which no graph has
+            self.skip_indexer_for_gen_reqs = self._is_short(self.kv_lens)
         self._saved_lens = (self.seq_lens_cuda[:n].clone(), self.kv_lens_cuda[:n].clone())
         self.seq_lens_cuda[:n] = 1
         self.num_contexts, self.seq_lens = 0, [1] * n
