@@ -228,6 +228,7 @@ class LlmArgs(StrictModel):
             max_batch_size=max_batch_size,
             max_num_tokens=self.max_num_tokens,
             max_seq_len=self.max_seq_len,
+            max_draft_len=0,
             enable_chunked_prefill=self.enable_chunked_prefill,
             cuda_graph_batch_sizes=graphs.resolve(max_batch_size) if graphs else (),
             disable_overlap_scheduler=self.disable_overlap_scheduler,

@@ -45,9 +45,7 @@ def nearest_bf16(x: Float64) -> Float64:
 
 def nearest_e4m3(x: Float64) -> Float64:
     """Nearest e4m3 value, ties to even, saturating at 448."""
-    return np.clip(
-        round_to_bits(x, E4M3_MANTISSA_BITS, E4M3_MIN_EXPONENT), -E4M3_MAX, E4M3_MAX
-    )
+    return np.clip(round_to_bits(x, E4M3_MANTISSA_BITS, E4M3_MIN_EXPONENT), -E4M3_MAX, E4M3_MAX)
 
 
 def decode_e4m3(code: int) -> float:

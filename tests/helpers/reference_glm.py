@@ -39,9 +39,7 @@ def rotate(x: Float64, position: int, theta: float) -> Float64:
 
 
 def rotate_first(x: Float64, channels: int, position: int, theta: float) -> Float64:
-    return np.concatenate(
-        [rotate(x[..., :channels], position, theta), x[..., channels:]], axis=-1
-    )
+    return np.concatenate([rotate(x[..., :channels], position, theta), x[..., channels:]], axis=-1)
 
 
 def silu(x: Float64) -> Float64:
