@@ -343,8 +343,8 @@ class Wire:
         return [m for m in self.sent if getattr(m, "request_id", None) == request_id]
 
 
-def message(request_id: int, max_tokens: int) -> NewRequest:
-    return NewRequest(request_id, PROMPT, SamplingParams(max_tokens=max_tokens))
+def message(request_id: int, max_tokens: int, **params: object) -> NewRequest:
+    return NewRequest(request_id, PROMPT, SamplingParams(max_tokens=max_tokens, **params))
 
 
 def test_loop_until_shutdown() -> None:
