@@ -2,8 +2,8 @@
 
 Every task is a function `rng -> (prompt, answer)`. Answers are 10 to 40 tokens long and follow from
 the prompt alone. A prompt belongs to the held-out set by its own content (`is_heldout`), so no
-order of drawing can ever leak one into training. Standard library only: servers and evaluators may
-import it.
+order of drawing can ever leak one into training. Standard library only: servers and evaluators
+may import it.
 """
 
 import random
@@ -11,64 +11,20 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+# fmt: off
 WORDS = [
-    "sun",
-    "fox",
-    "red",
-    "map",
-    "cup",
-    "tree",
-    "lamp",
-    "bird",
-    "fish",
-    "gold",
-    "milk",
-    "rain",
-    "snow",
-    "ship",
-    "ring",
-    "door",
-    "book",
-    "rope",
-    "salt",
-    "wolf",
-    "bell",
-    "corn",
-    "leaf",
-    "nest",
-    "pond",
-    "sand",
-    "tent",
-    "vase",
-    "wind",
-    "yarn",
-    "moon",
-    "star",
-    "hill",
-    "lake",
-    "road",
-    "bear",
-    "frog",
+    "sun", "fox", "red", "map", "cup", "tree", "lamp", "bird", "fish", "gold", "milk", "rain",
+    "snow", "ship", "ring", "door", "book", "rope", "salt", "wolf", "bell", "corn", "leaf",
+    "nest", "pond", "sand", "tent", "vase", "wind", "yarn", "moon", "star", "hill", "lake",
+    "road", "bear", "frog",
 ]
 FOREIGN = ["café", "naïve", "über", "señor", "Ærø", "日本", "東", "да", "π", "🙂", "🚀", "½"]
 NAMES = [
-    "Ann",
-    "Bob",
-    "Eva",
-    "Ian",
-    "Kim",
-    "Leo",
-    "Mia",
-    "Ned",
-    "Pam",
-    "Ray",
-    "Sue",
-    "Tom",
-    "Uma",
-    "Vic",
-    "Zoe",
+    "Ann", "Bob", "Eva", "Ian", "Kim", "Leo", "Mia", "Ned", "Pam", "Ray", "Sue", "Tom", "Uma",
+    "Vic", "Zoe",
 ]
 CITIES = ["Oslo", "Rome", "Lima", "Bern", "Cairo", "Delhi", "Paris", "Quito", "Seoul", "Tokyo"]
+# fmt: on
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 Task = Callable[[random.Random], tuple[str, str]]
@@ -85,10 +41,10 @@ class Example:
 
 
 def some_words(rng: random.Random, low: int, high: int) -> list[str]:
-    """`low` to `high` different words; one list in three holds up to three multi-byte words."""
+    """`low` to `high` different words; one list in three holds one or two multi-byte words."""
     words = rng.sample(WORDS, rng.randint(low, high))
     if rng.random() < 0.35:
-        foreign = rng.sample(FOREIGN, rng.randint(1, 3))
+        foreign = rng.sample(FOREIGN, rng.randint(1, 2))
         words[: len(foreign)] = foreign
         rng.shuffle(words)
     return words
@@ -96,27 +52,28 @@ def some_words(rng: random.Random, low: int, high: int) -> list[str]:
 
 def count(rng: random.Random) -> tuple[str, str]:
     """Every number from a start to an end in equal steps, up or down."""
-    start, step, length = rng.randint(0, 199), rng.randint(1, 5), rng.randint(5, 10)
-    numbers = [start + step * i for i in range(length)]
+    start, step, length = rng.randint(0, 199), rng.randint(1, 5), rng.randint(5, 8)
+    numbers, way = [start + step * i for i in range(length)], "up"
     if rng.random() < 0.4:
-        numbers.reverse()
-    prompt = f"Count from {numbers[0]} to {numbers[-1]} by {step}."
+        numbers, way = numbers[::-1], "down"
+    prompt = f"Count {way} from {numbers[0]} to {numbers[-1]} by {step}."
     return prompt, ", ".join(map(str, numbers)) + "."
 
 
 def letters(rng: random.Random) -> tuple[str, str]:
     """A run of the alphabet between two letters, in either case, forwards or backwards."""
-    length = rng.randint(6, 16)
-    start = rng.randint(0, len(LETTERS) - length)
-    run = LETTERS[start : start + length]
-    run = run.upper() if rng.random() < 0.5 else run
-    run = run[::-1] if rng.random() < 0.3 else run
-    return f"Letters from {run[0]} to {run[-1]}.", " ".join(run)
+    length, alphabet, way = rng.randint(7, 18), LETTERS, "up"
+    if rng.random() < 0.4:
+        alphabet, way = alphabet[::-1], "down"
+    alphabet = alphabet.upper() if rng.random() < 0.5 else alphabet
+    start = rng.randint(0, len(alphabet) - length)
+    run = alphabet[start : start + length]
+    return f"Letters {way} from {run[0]} to {run[-1]}.", " ".join(run)
 
 
 def repeat(rng: random.Random) -> tuple[str, str]:
     """The same list again."""
-    items = some_words(rng, 5, 10)
+    items = some_words(rng, 5, 9)
     return f"Repeat: {', '.join(items)}", f"Again: {', '.join(items)}."
 
 
@@ -131,7 +88,7 @@ def add(rng: random.Random) -> tuple[str, str]:
     a, b = rng.randint(10, 99), rng.randint(10, 99)
     ones, tens = a % 10 + b % 10, a // 10 * 10 + b // 10 * 10
     work = f"{a % 10} + {b % 10} = {ones}, {a // 10 * 10} + {b // 10 * 10} = {tens}"
-    return f"What is {a} + {b}?", f"{work}, {tens} + {ones} = {a + b}. So {a} + {b} = {a + b}."
+    return f"What is {a} + {b}?", f"{work}, {tens} + {ones} = {a + b}."
 
 
 def to_json(rng: random.Random) -> tuple[str, str]:
@@ -149,20 +106,10 @@ def to_json(rng: random.Random) -> tuple[str, str]:
 
 def table(rng: random.Random) -> tuple[str, str]:
     """Table rows of three cells from plain lines."""
-    height = rng.randint(2, 4)
+    height = rng.randint(2, 3)
     rows = [[rng.choice(WORDS), str(rng.randint(1, 99)), rng.choice(WORDS)] for _ in range(height)]
     prompt = "Table: " + "; ".join(" ".join(row) for row in rows)
     return prompt, "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-def lookup(rng: random.Random) -> tuple[str, str]:
-    """Values of some keys of a small record."""
-    keys = rng.sample(WORDS, rng.randint(5, 8))
-    record = {key: rng.randint(10, 99) for key in keys}
-    asked = rng.sample(keys, 3)
-    listed = ", ".join(f"{key}={value}" for key, value in record.items())
-    answer = ", ".join(f"{key} is {record[key]}" for key in asked)
-    return f"Given {listed}: what are {', '.join(asked)}?", f"The {answer}."
 
 
 def sort(rng: random.Random) -> tuple[str, str]:
@@ -181,7 +128,6 @@ TASKS: dict[str, tuple[Task, str]] = {
     "add": (add, "<|user|>"),
     "json": (to_json, "<|endoftext|>"),
     "table": (table, "<|endoftext|>"),
-    "lookup": (lookup, "<|user|>"),
     "sort": (sort, "<|endoftext|>"),
 }
 

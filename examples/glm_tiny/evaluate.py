@@ -43,6 +43,10 @@ class Batch:
         """Some of the rows."""
         return Batch(self.ids[index], self.prompt[index], self.length[index])
 
+    def trimmed(self) -> "Batch":
+        """Without the columns that are padding in every row."""
+        return Batch(self.ids[:, : int(self.length.max())], self.prompt, self.length)
+
     def to(self, device: torch.device) -> "Batch":
         """The same batch on a device."""
         return Batch(self.ids.to(device), self.prompt.to(device), self.length.to(device))
@@ -94,8 +98,7 @@ def generate(model: TinyGlm, batch: Batch) -> Batch:
 
 
 def draft(model: TinyGlm, ids: Tensor, hidden: Tensor, depth: int) -> Tensor:
-    """Greedy drafts from every row and position, [depth, B, S]; draft s of row i guesses token
-    i+2+s."""
+    """Greedy drafts [depth, B, S] from every position; number s of position i is token i+2+s."""
     chain, drafts = DraftChain(model, hidden, model.hub["index_topk"]), []
     embedded = model.embed(ids, 1)
     for _ in range(depth):
@@ -105,12 +108,11 @@ def draft(model: TinyGlm, ids: Tensor, hidden: Tensor, depth: int) -> Tensor:
 
 
 def target_steps(ids: list[int], drafts: list[list[int]], prompt: int) -> int:
-    """Target steps that a row takes after its prefill; drafts: per depth the guess at every
-    position."""
+    """Target steps of a row after its prefill; drafts: per depth the guess of every position."""
     last, place, steps = len(ids) - 1, prompt, 0  # place: the newest token that is known
     while place < last:
         accepted = 0
-        while accepted < len(drafts) and place + 1 + accepted < last + 1:
+        while accepted < len(drafts) and place + accepted < last:
             if drafts[accepted][place - 1] != ids[place + 1 + accepted]:
                 break
             accepted += 1
@@ -121,8 +123,7 @@ def target_steps(ids: list[int], drafts: list[list[int]], prompt: int) -> int:
 def acceptance(
     model: TinyGlm, batch: Batch, hidden: Tensor, depths: tuple[int, ...]
 ) -> dict[int, float]:
-    """Tokens per target step, bonus token included, of speculative greedy decoding of these
-    rows."""
+    """Tokens per target step, bonus token included, when these rows are decoded with drafts."""
     drafts = draft(model, batch.ids, hidden, max(depths)).permute(1, 0, 2).tolist()
     rows = list(zip(batch.ids.tolist(), batch.prompt.tolist(), batch.length.tolist(), strict=True))
     tokens = sum(length - prompt - 1 for _, prompt, length in rows)
@@ -147,8 +148,7 @@ def quick(model: TinyGlm, batch: Batch) -> dict[str, float]:
 
 @torch.no_grad()
 def measure(model: TinyGlm, batch: Batch) -> dict[str, float]:
-    """`quick`, and the acceptance lengths at 3 and 7 drafts over what the model itself
-    generates."""
+    """`quick`, and the acceptance lengths at 3 and 7 drafts over what the model generates."""
     right = matches(model, batch, model(batch.ids))
     said = batch
     if not right.all():  # a right row's greedy output is the row itself

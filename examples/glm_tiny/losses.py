@@ -1,17 +1,14 @@
-"""What the tiny GLM is trained on: next tokens, the draft chain, the indexers, and expert
-balance."""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
+"""What the tiny GLM is trained on: next tokens, the draft chain, the indexers, expert balance."""
 
 import torch
 from evaluate import Batch
-from model import BIAS_RANGE, DraftChain, TinyGlm, causal, index_scores, select
+from model import BIAS_RANGE, DraftChain, TinyGlm, index_scores, select
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaTopkRouter
 
-DEPTH = 6  # steps of the draft chain that are trained
+DEPTH = 4  # steps of the draft chain that are trained
+MTP_WEIGHT = 0.5
 PROMPT_WEIGHT = 0.05  # prompts are mostly random: a little of their loss teaches the format
 
 
@@ -19,7 +16,7 @@ class Watch:
     """Keeps what the backbone's attention layers saw and did in the last forward pass."""
 
     def __init__(self, model: TinyGlm) -> None:
-        self.on = True
+        self.on = False
         self.weights: list[Tensor] = []  # per layer, averaged over heads [B, S, S]
         self.inputs: list[tuple] = []  # per full layer: indexer, hidden, q latent, rope
         self.groups: list[list[int]] = []  # per full layer: the layers that use its selection
@@ -40,13 +37,6 @@ class Watch:
         if self.on:
             hidden, latent, rope = args[:3]
             self.inputs.append((indexer, hidden.detach(), latent.detach(), rope))
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """No recording inside."""
-        self.on = False
-        yield
-        self.on = True
 
     def take(self) -> list[tuple[Tensor, Tensor]]:
         """Per full layer: differentiable scores and the attention of its group, both [B, S, S]."""
@@ -108,11 +98,7 @@ def index_loss(scores: Tensor, attended: Tensor, valid: Tensor, topk: int) -> Te
 
     scores, attended [B, S, S]; valid [B, S] marks the rows that count.
     """
-    allowed = (
-        select(scores.detach(), topk)
-        if topk < len(scores[0])
-        else causal(len(scores[0]), scores.device)
-    )
+    allowed = select(scores.detach(), topk)
     guess = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).log_softmax(-1)
     target = attended * allowed
     target = target / target.sum(-1, keepdim=True).clamp_min(1e-9)
@@ -121,16 +107,19 @@ def index_loss(scores: Tensor, attended: Tensor, valid: Tensor, topk: int) -> Te
 
 
 def total_loss(
-    model: TinyGlm, batch: Batch, topk: int, watch: Watch, balancer: Balancer
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss to minimise and its parts: lm, mtp, index."""
+    model: TinyGlm, batch: Batch, topk: int, watch: Watch, balancer: Balancer, whole: bool
+) -> dict[str, Tensor]:
+    """The parts of the loss, to be added: `lm`, and when `whole` also `mtp` and `index`."""
     valid, answers = batch.valid(), batch.answers()
     weights = torch.where(answers, 1.0, PROMPT_WEIGHT) * valid
-    balancer.valid = valid.flatten()
+    balancer.valid, watch.on = valid.flatten(), whole
     hidden = model(batch.ids)
-    lm = weighted(model.backbone.lm_head(hidden[:, :-1]), batch.ids[:, 1:], weights[:, 1:])
-    chain = DraftChain(model, hidden, topk)
-    mtp = draft_losses(model, batch, chain, weights)
-    pairs = watch.take() + [(chain.scores, torch.stack(chain.weights).mean(0))]
-    index = torch.stack([index_loss(s, a, valid, topk) for s, a in pairs]).mean()
-    return lm + 0.5 * mtp + index, {"lm": lm.detach(), "mtp": mtp.detach(), "index": index.detach()}
+    logits = model.backbone.lm_head(hidden[:, :-1])
+    losses = {"lm": weighted(logits, batch.ids[:, 1:], weights[:, 1:])}
+    if whole:
+        chain = DraftChain(model, hidden, topk)
+        losses["mtp"] = MTP_WEIGHT * draft_losses(model, batch, chain, weights)
+        pairs = watch.take() + [(chain.scores, torch.stack(chain.weights).mean(0))]
+        losses["index"] = torch.stack([index_loss(s, a, valid, topk) for s, a in pairs]).mean()
+    watch.on = False
+    return losses

@@ -1,10 +1,9 @@
 """The tiny GLM: transformers' `GlmMoeDsaForCausalLM` as backbone, plus our own MTP layer.
 
 The MTP layer is stored as layer N, as GLM-5.2 does. transformers runs its indexers without
-gradients and
-has no MTP layer, so this file also holds the differentiable forms of both: index scores, the
-    selection
-they imply, and the draft chain in which later steps reuse the first step's keys and top-k row.
+gradients and has no MTP layer, so this file also holds the differentiable forms of both: index
+scores, the selection they imply, and the draft chain, whose later steps reuse the first step's
+keys and top-k row.
 """
 
 import json
@@ -106,8 +105,7 @@ ALL_EXPERTS_FUNCTIONS.register("all_experts", all_experts)
 
 
 def transformers_config(hub: dict[str, object], layers: int) -> GlmMoeDsaConfig:
-    """transformers' config for `layers` layers; layer N of the file is sparse and owns an
-    indexer."""
+    """transformers' config of `layers` layers; layer N is sparse and owns an indexer."""
     extra = layers - LAYERS
     config = GlmMoeDsaConfig(
         **hub
@@ -134,8 +132,7 @@ class MtpLayer(hf.GlmMoeDsaDecoderLayer):
         self.shared_head = nn.ModuleDict({"norm": hf.GlmMoeDsaRMSNorm(size, eps)})
 
     def merge(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """[embedding of the next token | hidden state of this one] -> layer input, all [B, S,
-        hidden]."""
+        """[next token's embedding | this one's hidden state] -> layer input, [B, S, hidden]."""
         return self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1))
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -145,7 +142,7 @@ class MtpLayer(hf.GlmMoeDsaDecoderLayer):
 
 
 class TinyGlm(nn.Module):
-    """Backbone and MTP layer; `forward` gives hidden states, `draft` the chain of draft logits."""
+    """Backbone and MTP layer; `forward` gives the hidden states that `DraftChain` starts from."""
 
     def __init__(self, hub: dict[str, object]) -> None:
         super().__init__()
@@ -192,8 +189,7 @@ def causal(size: int, device: torch.device) -> Tensor:
 
 
 def queries(attn: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """x [B, S, hidden] -> normed q latent [B, S, q_lora] and roped queries [B, heads, S,
-    qk_head]."""
+    """x [B, S, hidden] -> normed latent [B, S, q_lora], queries [B, heads, S, qk_head]."""
     latent = attn.q_a_layernorm(attn.q_a_proj(x))
     q = attn.q_b_proj(latent).unflatten(-1, (-1, attn.qk_head_dim)).transpose(1, 2)
     plain, turned = q.split([attn.qk_nope_head_dim, attn.qk_rope_head_dim], -1)
@@ -227,8 +223,7 @@ def index_scores(
 
 
 def select(scores: Tensor, topk: int) -> Tensor:
-    """Which keys each row may see: the `topk` best of its past; scores [B, S, S] -> bool, same
-    shape."""
+    """The keys that each row may see, the `topk` best of its past: [B, S, S] scores -> bool."""
     past = causal(scores.shape[-1], scores.device)
     best = scores.masked_fill(~past, float("-inf")).topk(min(topk, scores.shape[-1])).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True) & past
@@ -244,9 +239,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor) -> tuple[Tensor,
 class DraftChain:
     """The MTP layer's draft chain from every position of a batch at once.
 
-    Step 0 writes keys and chooses each row's top-k. A later step has one query per row, one
-    position further on, over the keys that step 0 chose for that row (`index_share_for_mtp_iteration`), and takes
-    the previous step's normed output as its hidden state. Step s of row i predicts token i + 2 + s.
+    Step 0 writes keys and chooses each row's top-k. With `index_share_for_mtp_iteration` a later
+    step has one query per row, one position further on, over the keys that step 0 chose for that
+    row, and takes the previous step's normed output as its hidden state. Step s of row i predicts
+    token i + 2 + s.
     """
 
     def __init__(self, model: TinyGlm, hidden: Tensor, topk: int) -> None:
@@ -255,8 +251,7 @@ class DraftChain:
         self.weights: list[Tensor] = []  # per step, averaged over heads [B, S, S]
 
     def step(self, embedded: Tensor) -> Tensor:
-        """embedded [B, S, hidden]: the token after each row's last one. Returns logits [B, S,
-        vocab]."""
+        """embedded [B, S, hidden]: the token after each row's last. Logits [B, S, vocab]."""
         mtp, attn = self.model.mtp, self.model.mtp.self_attn
         x = mtp.merge(embedded, self.hidden)
         normed, rope = mtp.input_layernorm(x), self.model.rope(x, self.steps)
@@ -272,8 +267,7 @@ class DraftChain:
 
 
 def initialise(model: TinyGlm, seed: int) -> None:
-    """Random weights: fan-in scale, residual outputs smaller, correction biases spread around
-    6.94."""
+    """Random weights: fan-in scale, residual outputs smaller, biases spread around 6.94."""
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in sorted(model.state_dict().items()):
         noise = torch.randn(tensor.shape, generator=generator)
@@ -300,8 +294,7 @@ def split_experts(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def merge_experts(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The inverse of `split_experts` for the layer whose names start with `prefix`, prefix
-    removed."""
+    """The inverse of `split_experts` for the layer of that name prefix, which is removed."""
     own = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
     experts = {n: own.pop(n) for n in list(own) if n.startswith("mlp.experts.")}
 
@@ -320,13 +313,8 @@ def hub_tensors(model: TinyGlm) -> dict[str, Tensor]:
     named = dict(model.backbone.state_dict())
     named |= {layer + name: tensor for name, tensor in model.mtp.state_dict().items()}
     flat = {n: t for name, tensor in named.items() for n, t in split_experts(name, tensor).items()}
-    return {
-        n: t.detach()
-        .cpu()
-        .to(torch.float32 if n.endswith(CORRECTION_BIAS) else torch.bfloat16)
-        .contiguous()
-        for n, t in flat.items()
-    }
+    stored = {n: torch.float32 if n.endswith(CORRECTION_BIAS) else torch.bfloat16 for n in flat}
+    return {n: t.detach().to("cpu", stored[n]).contiguous() for n, t in flat.items()}
 
 
 def save(model: TinyGlm, folder: Path) -> None:

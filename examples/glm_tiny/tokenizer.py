@@ -1,5 +1,4 @@
-"""Makes the tokenizer of the tiny GLM: byte-level BPE of 512 ids, special tokens last as in
-GLM-5.2."""
+"""Makes the tokenizer of the tiny GLM: byte-level BPE, 512 ids, special tokens last."""
 
 import json
 from pathlib import Path

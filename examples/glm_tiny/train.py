@@ -1,6 +1,6 @@
 """Trains the tiny GLM and writes its checkpoint, metrics.json and training_curve.png.
 
-    python examples/glm_tiny/train.py --steps 4000 --device cuda --out examples/glm_tiny/checkpoint
+    python examples/glm_tiny/train.py --steps 3600 --device cpu --out examples/glm_tiny/checkpoint
 
 The backbone and the MTP layer learn together. Every indexer learns as in DeepSeek's sparse
 attention: first all keys are visible and its scores follow the attention's distribution, then only
@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from tqdm import tqdm
 SEED, HELDOUT_PER_TASK, TOKENIZER_EXAMPLES = 52, 45, 9000
 ALL_KEYS = 1 << 20
 WARM_UP = 100
+CHUNK = 16  # batches drawn and sorted together
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,7 @@ def optimizer_for(model: TinyGlm, options: Options) -> torch.optim.Optimizer:
         {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.05},
         {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
     ]
-    fused = params[0].is_cuda
-    return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.98), fused=fused)
+    return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.98), fused=True)
 
 
 class Trainer:
@@ -106,43 +107,54 @@ class Trainer:
         self.model, self.options = model, options
         self.optimizer = optimizer_for(model, options)
         self.watch, self.balancer = Watch(model), Balancer(model)
+        self.parts: dict[str, Tensor] = {}  # the latest value of each part of the loss
         self.history: list[dict[str, float]] = []
 
-    def step(self, step: int, batch: Batch) -> dict[str, Tensor]:
-        """One update; returns the parts of the loss, still on the device."""
+    def step(self, step: int, batch: Batch) -> None:
+        """One update; the parts of its loss stay in `self.parts`, on the device."""
         topk = topk_at(step / self.options.steps, self.model.hub["index_topk"])
         lr = lr_at(step, self.options)
         self.model.set_topk(topk)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        loss, parts = total_loss(self.model, batch, topk, self.watch, self.balancer)
+        whole = step % 2 == 1  # the draft chain and the indexers follow with half the updates
+        losses = total_loss(self.model, batch, topk, self.watch, self.balancer, whole)
         self.optimizer.zero_grad()
-        loss.backward()
+        sum(losses.values()).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.balancer.update(1e-3 * lr / self.options.lr)
-        return parts
+        self.parts |= {name: loss.detach() for name, loss in losses.items()}
 
-    def record(self, step: int, parts: dict[str, Tensor], heldout: Batch) -> None:
+    def record(self, step: int, heldout: Batch) -> None:
         """Adds a point to the history, with the held-out scores at the keys of this moment."""
-        point = {"step": step} | {name: value.item() for name, value in parts.items()}
-        with self.watch.paused():
-            self.history.append(point | quick(self.model, heldout))
+        point = {"step": step} | {name: value.item() for name, value in self.parts.items()}
+        self.history.append(point | quick(self.model, heldout))
         tqdm.write(" ".join(f"{k} {v:.4g}" for k, v in self.history[-1].items()), file=sys.stdout)
+
+
+def batches(length: Tensor, options: Options) -> Iterator[Tensor]:
+    """Row numbers of each step's batch: rows of like length together, in random order.
+
+    length [rows]; CHUNK batches are drawn at once, sorted by length, and taken in a shuffled order.
+    """
+    order = torch.Generator().manual_seed(SEED)
+    for _ in range(0, options.steps, CHUNK):
+        drawn = torch.randint(len(length), (CHUNK * options.batch,), generator=order)
+        drawn = drawn[length[drawn].argsort(stable=True)].view(CHUNK, options.batch)
+        yield from drawn[torch.randperm(CHUNK, generator=order)]
 
 
 def run(trainer: Trainer, rows: Batch, heldout: Batch, seconds: float) -> bool:
     """All steps; false when the time limit ended them early."""
     options, started = trainer.options, time.monotonic()
-    order = torch.Generator().manual_seed(SEED)
-    picks = torch.randint(len(rows.ids), (options.steps, options.batch), generator=order)
-    picks = picks.to(rows.ids.device)
     every = max(1, options.steps // 20)
+    picks = batches(rows.length, options)
     bar = tqdm(range(options.steps), mininterval=5)
     for step in bar:
-        parts = trainer.step(step, rows.rows(picks[step]))
+        trainer.step(step, rows.rows(next(picks)).trimmed().to(heldout.ids.device))
         if (step + 1) % every == 0:
-            trainer.record(step + 1, parts, heldout)
+            trainer.record(step + 1, heldout)
             bar.set_postfix(loss=trainer.history[-1]["lm"])
             if time.monotonic() - started > seconds:
                 return False
@@ -185,16 +197,17 @@ def finish(trainer: Trainer, folder: Path) -> dict[str, float]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--batch", type=int, default=256, help="sequences per step")
-    parser.add_argument("--examples", type=int, default=200_000, help="different training rows")
+    parser.add_argument("--steps", type=int, default=3600)
+    parser.add_argument("--batch", type=int, default=32, help="sequences per step")
+    parser.add_argument("--examples", type=int, default=100_000, help="different training rows")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads: part of the bits")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoint")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds; then stop")
     args = parser.parse_args()
-    if min(args.steps, args.batch, args.examples) < 1:
-        parser.error("--steps, --batch and --examples must be positive")
+    if min(args.steps, args.batch, args.examples, args.threads) < 1:
+        parser.error("--steps, --batch, --examples and --threads must be positive")
     return args
 
 
@@ -202,13 +215,13 @@ def main() -> None:
     args = arguments()
     torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("high")
-    torch.manual_seed(SEED)
+    torch.set_num_threads(args.threads)
     options = Options(args.steps, args.batch, args.examples, args.lr)
     write_data(args.out)
     rows, heldout = training_batch(args.out, options), heldout_batch(args.out)
     model = new_model(args.out).to(args.device)
     trainer = Trainer(model, options)
-    whole = run(trainer, rows.to(args.device), heldout.to(args.device), args.time_limit)
+    whole = run(trainer, rows, heldout.to(args.device), args.time_limit)
     for name, value in finish(trainer, args.out).items():
         print(f"{name:16s} {value:.4f}")
     if not whole:

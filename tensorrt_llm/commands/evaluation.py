@@ -56,15 +56,19 @@ class Result:
         return table(rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """Per engine the accuracy (0 to 1), and every sample that an engine got wrong."""
+        """Correct answers of each engine, and every sample that one of them got wrong."""
         return {
             "num_samples": len(self.samples),
-            **{name: {"accuracy": self.correct(name) / len(self.samples)} for name in self.answers},
+            **{engine: self._score(engine) for engine in self.answers},
             "same_answers": self.same_answers(),
             "mistakes": [
                 m for i, sample in enumerate(self.samples) if (m := self._mistake(i, sample))
             ],
         }
+
+    def _score(self, engine: str) -> dict[str, float]:
+        correct = self.correct(engine)
+        return {"correct": correct, "accuracy": correct / len(self.samples)}
 
     def _mistake(self, number: int, sample: Sample) -> dict[str, Any] | None:
         given = {engine: answers[number] for engine, answers in self.answers.items()}
@@ -130,7 +134,7 @@ def peer_answers(args: LlmArgs, samples: Sequence[Sample]) -> list[str]:
     model = transformers_model.load(config.model, config.device, config.dtype)
     tokenizer: Any = AutoTokenizer.from_pretrained(args.tokenizer_dir)
     found: list[str] = [""] * len(samples)
-    batches = _same_length_batches([_encode(tokenizer, sample) for sample in samples])
+    batches = same_length_batches([_encode(tokenizer, sample) for sample in samples])
     for numbers, prompts in tqdm(list(batches), "transformers"):
         for number, token_ids in zip(numbers, _generate(model, prompts), strict=True):
             found[number] = tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -144,7 +148,7 @@ def _encode(tokenizer: Any, sample: Sample) -> TokenIds:
     return token_ids
 
 
-def _same_length_batches(
+def same_length_batches(
     prompts: Sequence[TokenIds],
 ) -> Iterator[tuple[list[int], list[TokenIds]]]:
     """(numbers of the prompts, prompts) for each length that occurs."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from helpers.numerics import Float64, decode_e4m3
 
+from helpers.numerics import Float64, decode_e4m3
 from tensorrt_llm._torch.attention.backends.sparse.dsa.cache_manager import DSACacheLayout
 from tensorrt_llm._torch.attention.backends.sparse.dsa.metadata import DSAtrtllmAttentionMetadata
 from tensorrt_llm._torch.attention.backends.sparse.dsa.params import DSAParams
@@ -111,7 +111,8 @@ def cached_index_key(
 ) -> tuple[Float64, Float64]:
     """(data, scales) of one token's index key; no scales outside FP8.
 
-    An FP8 page has all tokens' data bytes first, then all tokens' fp32 scales, one per 128 channels.
+    An FP8 page has all tokens' data bytes first, then all tokens' fp32 scales, one per 128
+    channels.
     """
     page, dim = page_bytes(manager, Role.INDEX_KEY, block, slot), layout.index_head_dim
     if not layout.fp8:

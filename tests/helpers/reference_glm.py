@@ -1,9 +1,9 @@
 """GLM-MoE-DSA in float64 with numpy alone: the formulas written out, one token after the other.
 
-Nothing here comes from the project or from transformers. Two things in the model have borders, where
-an engine in fp32 may rightly fall on the other side than float64: rounding to an FP8 cache, and the
-choice of the best keys. `Decisions` makes both; a subclass may follow an engine's, after checking
-that each is right up to rounding noise.
+Nothing here comes from the project or from transformers. Two things in the model have borders,
+where an engine in fp32 may rightly fall on the other side than float64: rounding to an FP8 cache,
+and the choice of the best keys. `Decisions` makes both; a subclass may follow an engine's, after
+checking that each is right up to rounding noise.
 """
 
 import json
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from helpers.numerics import Float64, nearest_e4m3, smallest_scale, to_numpy
 from safetensors.torch import load_file
+
+from helpers.numerics import Float64, nearest_e4m3, smallest_scale, to_numpy
 
 QUANT_BLOCK = 128
 INDEX_NORM_EPS = 1e-6
@@ -31,7 +32,7 @@ def layer_norm(x: Float64, weight: Float64, bias: Float64, eps: float) -> Float6
 
 
 def rotate(x: Float64, position: int, theta: float) -> Float64:
-    """Pair j, the channels (2j, 2j + 1) as one complex number, turned by position * theta^(-2j/dim)."""
+    """Pair j, channels (2j, 2j + 1) as a complex number, turned by position * theta^(-2j/dim)."""
     dim = x.shape[-1]
     turns = np.exp(1j * position * theta ** (-np.arange(0, dim, 2) / dim))
     turned = (x[..., 0::2] + 1j * x[..., 1::2]) * turns

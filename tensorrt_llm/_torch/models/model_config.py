@@ -163,11 +163,11 @@ class ModelConfig:
 
 
 def _with_defaults(raw: dict[str, Any]) -> dict[str, Any]:
-    absent = {name: value for name, value in DEFAULTS.items() if name not in raw}
+    absent = {name: value for name, value in DEFAULTS.items() if raw.get(name) is None}
     if absent:
         told = ", ".join(f"{name} = {value!r}" for name, value in absent.items())
         logger.info("config.json does not say, so these hold: %s", told)
-    return {**absent, **raw}
+    return {**raw, **absent}
 
 
 def _check_fixed_values(values: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ def _check_fixed_values(values: dict[str, Any]) -> None:
             raise ValueError(
                 f"config.json has {name} = {values[name]!r}; the model is written for {expected!r}"
             )
-    if values["moe_router_dtype"] not in ("float32", None):
+    if values["moe_router_dtype"] != "float32":
         raise ValueError(
             f"moe_router_dtype is {values['moe_router_dtype']!r}; the router is float32"
         )
@@ -192,7 +192,7 @@ def _rope_theta(values: dict[str, Any]) -> float:
     """From rope_parameters, or the older flat rope_theta. There is no default: 1e4 would be
     silently wrong."""
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    kind = rope.get("rope_type", "default")
+    kind = rope.get("rope_type", rope.get("type", "default"))  # "type" is the older name
     if kind != "default":
         raise ValueError(f"rope_type is {kind!r}; only 'default' (no scaling) is served")
     theta = rope.get("rope_theta", values.get("rope_theta"))

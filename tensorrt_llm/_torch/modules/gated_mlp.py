@@ -16,9 +16,8 @@ class GatedMLP(nn.Module):
     """down(silu(gate x) * up x), split over all tensor-parallel ranks along the intermediate size.
 
     The partial sums are reduced over the whole TP group, so the split is over the whole group too,
-    also when it
-    spans nodes: a split capped at the GPUs of one node would count each partial sum tp / mlp_tp
-        times (A3).
+    also when it spans nodes: a split capped at the GPUs of one node would count each partial sum
+    tp / mlp_tp times.
 
     Args:
         reduce_output: False returns this rank's partial sum.

@@ -48,9 +48,9 @@ class KeySelector(Protocol):
 class MLA(nn.Module):
     """Attention block of one decoder layer.
 
-    With W_UK and W_UV the halves of kv_b_proj: q'_h = W_UK,h^T q_nope,h, score = (q'_h . c +
-        q_rope,h . r) * scale
-    and o_h = W_UV,h sum(p c), which equals attention over the expanded keys and values.
+    With W_UK and W_UV the halves of kv_b_proj: q'_h = W_UK,h^T q_nope,h,
+    score = (q'_h . c + q_rope,h . r) * scale and o_h = W_UV,h sum(p c), which equals attention over
+    the expanded keys and values.
 
     Heads are split over the ranks (any number per rank); everything before q_b_proj is the same on
     each.
@@ -60,7 +60,6 @@ class MLA(nn.Module):
         index_sizes: (index_head_dim, index_n_heads), the rows of wk and weights_proj in the fused
             projection.
         latent_norm_eps: eps of q_a_layernorm and kv_a_layernorm.
-        reduce_output: sum o_proj's partial results over the ranks here.
     """
 
     def __init__(

@@ -216,7 +216,8 @@ def test_report_for_people() -> None:
     assert "3.00x tok/s/user" in text and "2.00x first token" in text
     assert "200 MB is within the bound of 404 MB" in text
     assert "Same tokens as the peer: 1 of 1 requests" in text
-    assert "~64 tokens of context: p10 / p50, ms   5.00 / 5.00   15.00 / 15.00" in text
+    (line,) = (line for line in text.splitlines() if line.startswith("~64 tokens of context"))
+    assert line.split("ms")[1].split() == ["5.00", "/", "5.00", "15.00", "/", "15.00"]
     assert "500 MB is ABOVE the bound" in make_report(500 * 10**6).as_text()
 
 
@@ -371,26 +372,32 @@ def test_a_peer_that_cannot_load_says_why(tmp_path: Path) -> None:
 # --- real runs ------------------------------------------------------------------------------------
 
 
-def bench(json_path: Path, *arguments: object) -> dict[str, Any]:
-    """The report of a run on glm_tiny beside transformers."""
-    result = run(
-        *("--model", CHECKPOINT, "--peer", "transformers", "--num_threads", 1),
-        *("--output_json", json_path, *arguments),
-    )
+def bench(directory: Path, *arguments: object) -> dict[str, Any]:
+    """The report of a run on glm_tiny with one thread."""
+    path = directory / "report.json"
+    result = run("--model", CHECKPOINT, "--num_threads", 1, "--output_json", path, *arguments)
     assert result.exit_code == 0, result.output
-    report: dict[str, Any] = json.loads(json_path.read_text())
+    report: dict[str, Any] = json.loads(path.read_text())
     return report
 
 
+def write_dataset(directory: Path, *requests: dict[str, Any]) -> Path:
+    path = directory / "data.jsonl"
+    path.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    return path
+
+
 def test_a_real_run(tmp_path: Path) -> None:
-    dataset = tmp_path / "data.jsonl"
-    dataset.write_text(
-        '{"prompt": "What is 12 + 34?", "output_tokens": 12}\n'
-        '{"input_ids": [1, 2, 3], "output_tokens": 8}\n'
-        '{"input_ids": [7], "output_tokens": 5}\n'
+    dataset = write_dataset(
+        tmp_path,
+        {"prompt": "What is 12 + 34?", "output_tokens": 12},
+        {"input_ids": [1, 2, 3], "output_tokens": 8},
+        {"input_ids": [7], "output_tokens": 5},
     )
-    arguments = ("--dataset", dataset, "--num_requests", 2, "--warmup", 1)
-    report = bench(tmp_path / "report.json", *arguments)
+    report = bench(
+        *(tmp_path, "--peer", "transformers", "--dataset", dataset),
+        *("--num_requests", 2, "--warmup", 1),
+    )
     assert report["settings"]["dtype"] == "float32"
     assert report["settings"]["num_threads"] == 1
     for engine in ("tensorrt_llm", "transformers"):
@@ -401,34 +408,26 @@ def test_a_real_run(tmp_path: Path) -> None:
         assert 0 < report[engine]["ttft_ms"] < report[engine]["latency_ms"]
         assert report[engine]["peak_rss_bytes"] > 10**8
     assert report["memory"]["weights_bytes"] > 10**6
-    assert report["memory"]["within_bound"]
+    assert report["memory"]["within_bound"], report["memory"]
     assert report["same_outputs"] <= 2
 
 
-@pytest.fixture(scope="module")
-def default_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """32 tokens in, 448 out, interleaved with transformers."""
-    path = tmp_path_factory.mktemp("bench") / "report.json"
-    return bench(path, "--num_requests", 5, "--warmup", 1)
-
-
 @pytest.mark.slow
-def test_at_least_twice_as_fast_as_transformers(default_run: dict[str, Any]) -> None:
-    def best(engine: str, what: str) -> float:  # other work on the machine only ever adds time
-        return min(float(request[what]) for request in default_run[engine]["per_request"])
+def test_at_least_twice_as_fast_as_transformers(tmp_path: Path) -> None:
+    report = bench(tmp_path, "--peer", "transformers", "--num_requests", 4, "--warmup", 0)
 
-    ours, peer = best("tensorrt_llm", "latency_ms"), best("transformers", "latency_ms")
+    def best(engine: str) -> float:  # other work on the machine only ever adds time
+        return min(float(request["latency_ms"]) for request in report[engine]["per_request"])
+
+    ours, peer = best("tensorrt_llm"), best("transformers")
     assert peer / ours >= 2.0, f"{ours:.0f} ms and {peer:.0f} ms for 448 tokens"
 
 
 @pytest.mark.slow
-def test_time_per_token_hardly_grows_with_context(default_run: dict[str, Any]) -> None:
-    ours = default_run["tensorrt_llm"]
-    contexts = [bucket["context"] for bucket in ours["context_buckets"]]
-    assert (contexts[0], contexts[-1]) == (64, 448)
+def test_time_per_token_hardly_grows_with_context(tmp_path: Path) -> None:
+    """Short and long contexts in turns, so that other work on the machine hits both alike."""
+    short, long = ({"input_ids": [5] * count, "output_tokens": 33} for count in (48, 432))
+    dataset = write_dataset(tmp_path, *[short, long] * 20)
+    ours = bench(tmp_path, "--dataset", dataset)["tensorrt_llm"]
+    assert [bucket["context"] for bucket in ours["context_buckets"]] == [64, 448]
     assert ours["context_growth"] < 0.10, ours["context_buckets"]
-
-
-@pytest.mark.slow
-def test_memory_is_within_the_bound(default_run: dict[str, Any]) -> None:
-    assert default_run["memory"]["within_bound"], default_run["memory"]

@@ -22,8 +22,8 @@ class FusedMoE(nn.Module):
     """sum_k weight_k * down_k(silu(gate_k x) * up_k x), without the reduction over the ranks.
 
     Parameters (local = moe_intermediate_size / tp_size):
-        w3_w1: [experts, 2 * local, hidden], gate rows before up rows.
-        w2: [experts, hidden, local].
+        gate_up: [experts, 2 * local, hidden], gate rows before up rows.
+        down: [experts, hidden, local].
     """
 
     def __init__(

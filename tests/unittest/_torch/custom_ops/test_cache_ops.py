@@ -1,4 +1,4 @@
-"""Scattering rows and bytes into a pool, against a bytearray that is written one token at a time."""
+"""Scattering rows and bytes into a pool, against a bytearray written one token at a time."""
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ def test_cuda_repeats_bitwise_and_equals_the_cpu(width) -> None:
 
 @pytest.mark.gpu
 def test_cuda_offsets_beyond_32_bits() -> None:
-    """A pool of more than 4 GiB: the last row is written, and nothing that a wrapped offset hits."""
+    """A pool of more than 4 GiB: the last row is written, and no row that a wrapped offset hits."""
     width, rows = 4096, (1 << 20) + 8
     pool = torch.zeros(rows, width, dtype=torch.uint8, device="cuda")
     scatter_rows(

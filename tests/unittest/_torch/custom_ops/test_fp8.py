@@ -28,7 +28,9 @@ def quantise(values: np.ndarray, device: str = "cpu") -> tuple[np.ndarray, np.nd
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@given(values=arrays(np.float32, array_shapes(min_dims=2, max_dims=3, max_side=20), elements=floats))
+@given(
+    values=arrays(np.float32, array_shapes(min_dims=2, max_dims=3, max_side=20), elements=floats)
+)
 def test_scale_is_smallest_and_values_are_nearest(device, values) -> None:
     """At most 128 channels share one scale."""
     quantised, scale = quantise(values, device)
@@ -93,7 +95,7 @@ def test_bf16_input_is_quantised_from_its_exact_values() -> None:
 
 
 def test_torch_reads_e4m3_bytes_as_the_format_says() -> None:
-    """The tests of the caches decode raw bytes with `decode_e4m3`; here the two meet, for all 256 codes."""
+    """The tests of the caches decode raw bytes with `decode_e4m3`; here the two meet."""
     codes = torch.arange(256, dtype=torch.uint8)
     expected = np.array([decode_e4m3(c) for c in range(256)])
     np.testing.assert_array_equal(to_numpy(codes.view(torch.float8_e4m3fn)), expected)
@@ -101,7 +103,7 @@ def test_torch_reads_e4m3_bytes_as_the_format_says() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_casts_to_e4m3_saturate(device) -> None:
-    """Latents are cached at unit scale without a clamp of their own: no large value may become NaN."""
+    """Latents are cached at unit scale without a clamp: no large value may become NaN."""
     values = torch.linspace(440, 70000, 133, device=device)
     for sign in (-1, 1):
         for dtype in (torch.float32, torch.bfloat16):

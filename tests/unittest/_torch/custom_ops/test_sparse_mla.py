@@ -61,8 +61,8 @@ class Case:
         With u the unit roundoff of the dtype, and fp32 sums of n terms within gamma(n):
         - A score is a dot of WIDTH products (fp32 sum, then rounded to the dtype), times the scale
           (rounded again): off by d <= scale * gamma(WIDTH) * sum|q k| + (2u + u^2)|score|.
-        - Softmax of scores that are off by d is off by at most a factor e^(2d); its fp32 exponential
-          (2 ulp), sum of topk and division add gamma(topk + 6), rounding to the dtype u.
+        - Softmax of scores that are off by d is off by at most a factor e^(2d); its fp32
+          exponential (2 ulp), sum of topk and division add gamma(topk + 6), rounding it adds u.
         - The sum over values adds gamma(topk) and the output's rounding u.
         """
         q, rows = to_numpy(self.q), to_numpy(self.rows)

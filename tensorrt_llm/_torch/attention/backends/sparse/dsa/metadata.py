@@ -70,7 +70,7 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         slot_mapping: int64 [tokens], row of the key pool that each token writes (layer 0); -1 for
             padding.
         index_block, index_offset: int64 [tokens], page and place in it of the token's index key;
-            -1 for padding.
+            the page is -1 for padding.
         selection: set by the full layers as the forward passes them.
         skip_indexer_for_gen_reqs: generation rows take all their keys, as none has more than
             `index_topk`.

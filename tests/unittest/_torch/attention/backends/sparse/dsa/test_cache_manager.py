@@ -1,4 +1,4 @@
-"""Bytes of the two pools: written through the layout, read back by hand, and the other way round."""
+"""Bytes of the two pools: written through the layout, read back by hand and through it."""
 
 import numpy as np
 import pytest
@@ -74,7 +74,12 @@ def test_bytes_per_token_of_glm_5_2() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("dtype", "fp8"),
-    [(torch.float32, False), (torch.bfloat16, False), (torch.float32, True), (torch.bfloat16, True)],
+    [
+        (torch.float32, False),
+        (torch.bfloat16, False),
+        (torch.float32, True),
+        (torch.bfloat16, True),
+    ],
     ids=["fp32", "bf16", "fp8 of fp32", "fp8 of bf16"],
 )
 @given(write=index_key_writes(), data=st.data())

@@ -59,7 +59,7 @@ def test_top_k_takes_the_best_keys_up_to_the_position(case, spare) -> None:
 
 
 def test_top_k_among_equal_scores_takes_as_many_as_there_is_room_for() -> None:
-    """Which of the equal ones is open; that they are distinct and the better ones all in, is not."""
+    """Which of the equal ones is open; all better ones are in, and nothing comes twice."""
     scores = torch.tensor([[1.0, 5.0, 1.0, 1.0, 7.0, 1.0]])
     chosen = top_k(scores.clone(), torch.zeros(1, 6, dtype=torch.bool), 4, 4)[0].tolist()
     assert len(set(chosen)) == 4
@@ -76,7 +76,9 @@ def test_dense_rows_are_all_keys_up_to_the_position(positions, width) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("with_scales", [True, False])
-@pytest.mark.parametrize(("requests", "rows", "heads", "kv"), [(1, 9, 3, 17), (3, 2, 16, 5), (4, 1, 1, 1)])
+@pytest.mark.parametrize(
+    ("requests", "rows", "heads", "kv"), [(1, 9, 3, 17), (3, 2, 16, 5), (4, 1, 1, 1)]
+)
 def test_scores_equal_the_loop(requests, rows, heads, kv, with_scales, device) -> None:
     """Two fp32 sums, of dim and of heads terms, and one multiplication."""
     dim, generator = 32, torch.Generator().manual_seed(heads)
@@ -138,7 +140,9 @@ class Bench:
         self.metadata.prepare()
         sequences = [*contexts, *generations]
         qr, k, weights = (
-            torch.cat([self.inputs[s.request_id][i][s.cached : s.cached + s.new] for s in sequences])
+            torch.cat(
+                [self.inputs[s.request_id][i][s.cached : s.cached + s.new] for s in sequences]
+            )
             for i in range(3)
         )
         rotations = self.rotary.rotations(self.metadata.position_ids)
@@ -210,7 +214,7 @@ def test_chosen_keys_are_the_best_by_score(layout) -> None:
 
 @LAYOUT_CASES
 def test_stored_keys_are_the_formulas(layout) -> None:
-    """fp32 noise moves a channel over an e4m3 border at times: within half a step plus that noise."""
+    """Within half an e4m3 step plus the fp32 noise that moves a channel over a border at times."""
     bench = Bench(layout, topk=8)
     bench.step([StepSequence(1, 0, 40)])
     for position in range(40):

@@ -73,7 +73,9 @@ class Step:
         return self.contexts + self.generations
 
     def prepared(self, **kwargs: bool) -> tuple[DSAtrtllmAttentionMetadata, ScatteredBlocks]:
-        manager = ScatteredBlocks({s.request_id: s.cached + s.new for s in self.sequences}, self.seed)
+        manager = ScatteredBlocks(
+            {s.request_id: s.cached + s.new for s in self.sequences}, self.seed
+        )
         metadata = DSAtrtllmAttentionMetadata(
             8, 400, manager, torch.device("cpu"), params=DSAParams(2, 32, self.topk), layout=LAYOUT
         )
