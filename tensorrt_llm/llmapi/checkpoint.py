@@ -55,6 +55,15 @@ class Checkpoint:
         if uneven:
             raise ValueError(f"tensor_parallel_size {tp_size} does not divide {', '.join(uneven)}")
 
+    def check_drafting(self) -> None:
+        """Raises ValueError when there is no MTP layer to draft with."""
+        layers = self.config.get("num_nextn_predict_layers")
+        if not layers:
+            raise ValueError(
+                "speculative_config asks for MTP, but the checkpoint has no MTP layer "
+                f"(num_nextn_predict_layers is {layers})"
+            )
+
     @property
     def max_position_embeddings(self) -> int:
         """Longest sequence in tokens. Raises ValueError when config.json does not say."""

@@ -120,6 +120,35 @@ class CudaGraphConfig(StrictModel):
         return tuple(sorted(set(self.batch_sizes)))
 
 
+class MTPDecodingConfig(StrictModel):
+    """Drafting with the checkpoint's own MTP layer, run again for every draft (MTP-Eagle)."""
+
+    neutral_values: ClassVar[Neutral] = unsupported.SPECULATIVE_CONFIG
+
+    decoding_type: Literal["MTP"] = Field(description="The one kind of speculation served.")
+    max_draft_len: PositiveInt | None = Field(
+        default=None, description="Drafts per step; None: `num_nextn_predict_layers`, else 1."
+    )
+    num_nextn_predict_layers: PositiveInt | None = Field(
+        default=None, description="The older name of `max_draft_len`; equal when both are given."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        new, old = self.max_draft_len, self.num_nextn_predict_layers
+        if new is not None and old is not None and new != old:
+            raise ValueError(
+                f"max_draft_len {new} and num_nextn_predict_layers {old} mean the same; "
+                "give one of them, or equal values"
+            )
+        return self
+
+    @property
+    def draft_len(self) -> int:
+        """Drafts per step."""
+        return self.max_draft_len or self.num_nextn_predict_layers or 1
+
+
 class LlmArgs(StrictModel):
     """Arguments of an engine. Names and defaults are TensorRT-LLM's where it has them.
 
@@ -165,9 +194,12 @@ class LlmArgs(StrictModel):
         default=False,
         description="Split prompts longer than `max_num_tokens`; else they are refused.",
     )
+    speculative_config: MTPDecodingConfig | None = Field(
+        default=None, description="Drafting; None: one token per step."
+    )
     disable_overlap_scheduler: bool = Field(
         default=False,
-        description="Plain step loop. The overlapped one is still to come: no effect yet.",
+        description="Look at a step's tokens before the next one is launched.",
     )
     attn_backend: Literal["TRTLLM"] = Field(default="TRTLLM", description="The DSA backend.")
     modeling_v2: Annotated[Literal["off", "auto", "require"], BeforeValidator(_yaml_off)] = Field(
@@ -210,6 +242,8 @@ class LlmArgs(StrictModel):
         """
         checkpoint = Checkpoint.open(self.model)
         checkpoint.check_tensor_parallel(self.tensor_parallel_size)
+        if self.speculative_config is not None:
+            checkpoint.check_drafting()
         self._check_modeling_v2()
         device = self._resolve_device()
         max_batch_size = self.max_batch_size or DEFAULT_MAX_BATCH_SIZE[device]
@@ -228,6 +262,7 @@ class LlmArgs(StrictModel):
             max_batch_size=max_batch_size,
             max_num_tokens=self.max_num_tokens,
             max_seq_len=self.max_seq_len,
+            max_draft_len=self.speculative_config.draft_len if self.speculative_config else 0,
             enable_chunked_prefill=self.enable_chunked_prefill,
             cuda_graph_batch_sizes=graphs.resolve(max_batch_size) if graphs else (),
             disable_overlap_scheduler=self.disable_overlap_scheduler,

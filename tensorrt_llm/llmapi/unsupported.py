@@ -45,8 +45,7 @@ LLM_ARGS: Neutral = {
     "postprocess_tokenizer_dir": (None,),
     "reasoning_parser": (None,),
     "enable_early_first_token_response": OFF,
-    # Speculation and disaggregation.
-    "speculative_config": (None,),
+    # Disaggregation and attention.
     "cache_transceiver_config": (None,),
     "sparse_attention_config": (None, {"algorithm": "dsa"}),
     # Kernels and graphs.
@@ -99,6 +98,25 @@ KV_CACHE_CONFIG: Neutral = {
     "enable_kv_pool_rebalance": OFF,
     "fp8_context_mla_kv_len_cap": (None,),
     "enable_swa_scratch_reuse": OFF,
+}
+
+SPECULATIVE_CONFIG: Neutral = {
+    "max_total_draft_tokens": (None,),
+    "draft_len_schedule": (None,),
+    "max_concurrency": (None,),
+    "acceptance_rate_threshold": (None,),
+    "acceptance_rate_window_size": (None,),
+    "load_format": (None,),
+    "speculative_model": (None,),
+    "speculative_model_dir": (None,),
+    "speculative_model_subfolder": (None,),
+    "allow_advanced_sampling": (None, True),
+    "use_rejection_sampling": OFF,
+    "use_relaxed_acceptance_for_thinking": OFF,
+    "relaxed_topk": (1,),
+    "relaxed_delta": (0.0, 0),
+    "use_mtp_vanilla": OFF,
+    "mtp_eagle_one_model": (None, True),
 }
 
 CUDA_GRAPH_CONFIG: Neutral = {

@@ -36,6 +36,7 @@ def executor_config(model: Path, **overrides: Any) -> ExecutorConfig:
         "max_batch_size": 8,
         "max_num_tokens": 256,
         "max_seq_len": None,
+        "max_draft_len": 0,
         "enable_chunked_prefill": True,
         "cuda_graph_batch_sizes": (),
         "disable_overlap_scheduler": True,

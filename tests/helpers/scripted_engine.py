@@ -25,9 +25,10 @@ from tensorrt_llm._torch.pyexecutor.messages import (
     Shutdown,
     TokenLogprobs,
 )
-from tensorrt_llm._torch.pyexecutor.py_executor import Outgoing, PyExecutor
+from tensorrt_llm._torch.pyexecutor.py_executor import Choose, Outgoing, PyExecutor
 from tensorrt_llm._torch.pyexecutor.sampler import SampledToken, TorchSampler
 from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests
+from tensorrt_llm._torch.pyexecutor.step import SequenceResult
 from tensorrt_llm.mapping import Mapping
 
 VOCAB = 32
@@ -50,12 +51,29 @@ class ScriptedModel:
     """
 
     weights_bytes = 0
+    rows_per_generation = 1
 
     def __init__(self, kv: KVCacheManagerV2, config: ExecutorConfig, rule: Rule) -> None:
         self.kv, self.config, self.rule = kv, config, rule
         self.steps: list[tuple[list[int], int]] = []  # chunk lengths and number of generations
 
-    def forward(self, batch: ScheduledRequests) -> torch.Tensor:
+    def launch(self, batch: ScheduledRequests, choose: Choose | None) -> "Landed":
+        """A step that is over at once."""
+        logits = self._logits(batch)
+        largest, tokens = logits.max(dim=-1)
+        if choose is not None:
+            tokens, largest = (
+                choose(logits),
+                torch.zeros(len(batch.context_requests + batch.generation_requests)),
+            )
+        return Landed(
+            [
+                SequenceResult([t], [], [x])
+                for t, x in zip(tokens.tolist(), largest.tolist(), strict=True)
+            ]
+        )
+
+    def _logits(self, batch: ScheduledRequests) -> torch.Tensor:
         contexts, generations = batch.context_requests, batch.generation_requests
         chunks = [r.chunk_len for r in contexts]
         self.steps.append((chunks, len(generations)))
@@ -90,6 +108,16 @@ class ScriptedModel:
         block, offset = divmod(position, self.kv.tokens_per_block)
         block_id = self.kv.block_ids(request.request_id, role)[block]
         return self.kv.pool(role)[block_id].view(torch.int64)[:, offset]
+
+
+@dataclass
+class Landed:
+    """The handle of a step that is over."""
+
+    results: list[SequenceResult]
+
+    def wait(self) -> list[SequenceResult]:
+        return self.results
 
 
 @dataclass
@@ -207,7 +235,9 @@ def serve_two_requests(mapping: Mapping) -> tuple[list, list[int], int]:
     Returns:
         (the steps taken, tokens sampled for request 0, responses sent).
     """
-    requests = [NewRequest(i, [3, 1, 4, 1, 5], SamplingParams(max_tokens=4 + i)) for i in range(2)]
+    # Log probabilities are wanted so that the sampler is asked.
+    params = [SamplingParams(max_tokens=4 + i, logprobs=0) for i in range(2)]
+    requests = [NewRequest(i, [3, 1, 4, 1, 5], params[i]) for i in range(2)]
     script = [[], requests, [], [CancelRequest(1)], [], [Shutdown()]]
     sent: list = []
 
@@ -228,8 +258,13 @@ class RecordingSampler(TorchSampler):
     def __init__(self) -> None:
         self.tokens: list[int] = []
 
-    def sample(self, logits: torch.Tensor, requests: Sequence[LlmRequest]) -> list[SampledToken]:
-        result = super().sample(logits, requests)
+    def sample(
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[LlmRequest],
+        drafted: Sequence[Sequence[int]] | None = None,
+    ) -> list[SampledToken]:
+        result = super().sample(logits, requests, drafted)
         self.tokens += [
             t.token_id for t, r in zip(result, requests, strict=True) if r.request_id == 0
         ]

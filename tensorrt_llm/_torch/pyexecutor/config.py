@@ -26,6 +26,7 @@ class ExecutorConfig:
         max_batch_size: requests in one step.
         max_num_tokens: tokens in one step.
         max_seq_len: prompt plus generated tokens of one request; None takes the model's.
+        max_draft_len: drafts per step with the checkpoint's MTP layer; 0 turns speculation off.
         enable_chunked_prefill: split prompts that do not fit into `max_num_tokens`.
         cuda_graph_batch_sizes: decode batch sizes to capture, ascending; empty turns graphs off.
         disable_overlap_scheduler: run the plain step loop.
@@ -50,6 +51,7 @@ class ExecutorConfig:
     max_batch_size: int
     max_num_tokens: int
     max_seq_len: int | None
+    max_draft_len: int
     enable_chunked_prefill: bool
     cuda_graph_batch_sizes: tuple[int, ...]
     disable_overlap_scheduler: bool

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from tensorrt_llm._torch.pyexecutor.messages import NewRequest, TokenLogprobs
 from tensorrt_llm._torch.pyexecutor.stop_criteria import StopCriteria
+from tensorrt_llm.sampling_params import SamplingParams
 from tensorrt_llm.tokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
@@ -55,12 +56,17 @@ class LlmRequest:
         chunk_len: tokens of this step, set by the scheduler.
         max_total_tokens: tokens at which the request ends at the latest.
         edits: the sampler's; what the request changes in its logits, made at the first use.
+        draft_token_ids: what the last finished step drafted, for a step that samples on the host.
+        rows_in_flight: rows of steps that were launched and are not finished; the host counts them
+            as cached until it knows better.
+        tokens_in_flight: tokens that those steps will bring at least.
         prompt_logprobs: collected over the chunks until the first response takes them.
     """
 
     __slots__ = (
         "choice",
         "chunk_len",
+        "draft_token_ids",
         "edits",
         "max_total_tokens",
         "num_computed_tokens",
@@ -68,10 +74,12 @@ class LlmRequest:
         "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
+        "rows_in_flight",
         "sampling_params",
         "state",
         "stop_criteria",
         "tokens",
+        "tokens_in_flight",
     )
 
     def __init__(
@@ -91,6 +99,8 @@ class LlmRequest:
         self.state = RequestState.WAITING
         self.num_computed_tokens = 0
         self.chunk_len = 0
+        self.draft_token_ids: list[int] = []
+        self.rows_in_flight = self.tokens_in_flight = 0
         wanted = max_seq_len if params.max_tokens is None else len(prompt) + params.max_tokens
         self.max_total_tokens = min(wanted, max_seq_len)
         self.stop_criteria = StopCriteria(
@@ -123,6 +133,30 @@ class LlmRequest:
         return max(0, self.prompt_len - self.num_computed_tokens)
 
     @property
+    def num_assumed_tokens(self) -> int:
+        """Cached tokens if everything in flight is accepted."""
+        return self.num_computed_tokens + self.rows_in_flight
+
+    @property
+    def ends_in_flight(self) -> bool:
+        """Whether the steps in flight bring the last token for certain."""
+        tokens = len(self.output_token_ids) + self.tokens_in_flight
+        return tokens >= self.stop_criteria.max_new_tokens
+
+    @property
+    def samples_on_host(self) -> bool:
+        """Whether its tokens need more than the largest logit: the step has to wait for the one before."""
+        params = self.sampling_params
+        return (
+            not params.greedy
+            or params.logprobs is not None
+            or params.prompt_logprobs is not None
+            or bool(params.logit_bias)
+            or bool(params.min_tokens)
+            or has_penalties(params)
+        )
+
+    @property
     def is_last_chunk(self) -> bool:
         """Whether this step's chunk ends the prompt, so that its last row gives a token."""
         return self.num_computed_tokens + self.chunk_len >= self.prompt_len
@@ -136,6 +170,15 @@ class LlmRequest:
         """The collected prompt logprobs, the first time; None afterwards and when not asked for."""
         taken, self.prompt_logprobs = self.prompt_logprobs, None
         return taken
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether earlier tokens change the logits."""
+    return (
+        bool(params.presence_penalty)
+        or bool(params.frequency_penalty)
+        or (params.repetition_penalty or 1.0) != 1.0
+    )
 
 
 def check_message(message: NewRequest, limits: RequestLimits) -> None:

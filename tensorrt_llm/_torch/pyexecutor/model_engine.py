@@ -1,6 +1,10 @@
-"""Turns scheduled requests into the model's inputs and runs it, eagerly or by replaying a captured
-graph."""
+"""Runs one step of the model on one rank: target, choice of tokens, and the draft loop.
 
+What a step hands to the next one (tokens, drafts, how far the guess about the cache was off) stays on
+the device in the `TokenStore`, so that the next step can be launched before this one is over.
+"""
+
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,33 +12,48 @@ import torch
 from tensorrt_llm._torch.attention.backends.sparse.dsa.metadata import DSAtrtllmAttentionMetadata
 from tensorrt_llm._torch.models.modeling_deepseekv3 import GlmMoeDsaForCausalLM
 from tensorrt_llm._torch.pyexecutor.cuda_graph_runner import CUDAGraphRunner
+from tensorrt_llm._torch.pyexecutor.step import StepHandle, StepInputs, TokenStore
+from tensorrt_llm._torch.speculative.interface import SpecMetadata, SpecOutputs, SpecWorkerBase
 
 if TYPE_CHECKING:
     from tensorrt_llm._torch.pyexecutor.config import ExecutorConfig
     from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import KVCacheManagerV2
+    from tensorrt_llm._torch.pyexecutor.llm_request import LlmRequest
     from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests
+
+# fp32 logits [rows, vocab] -> int64 [contexts + generations * (1 + K)], the target's tokens.
+Choose = Callable[[torch.Tensor], torch.Tensor]
 
 
 class PyTorchModelEngine:
-    """One model on one rank, with its attention metadata and decode graphs."""
+    """One model on one rank, with its attention metadata, token store and decode graphs.
+
+    Args:
+        worker: accepts and drafts; without drafting it only accepts.
+    """
 
     def __init__(
         self,
         model: GlmMoeDsaForCausalLM,
         kv_cache_manager: "KVCacheManagerV2",
         config: "ExecutorConfig",
+        worker: SpecWorkerBase,
     ) -> None:
-        self.model = model
+        self.model, self.worker = model, worker
+        self.kv_cache_manager = kv_cache_manager
         self.device = model.config.device
+        self.rows_per_generation = 1 + worker.max_draft_len
         self.attn_metadata = DSAtrtllmAttentionMetadata(
             config.max_batch_size,
-            max(config.max_num_tokens, config.max_batch_size),
+            max(config.max_num_tokens, config.max_batch_size * self.rows_per_generation),
             kv_cache_manager,
             self.device,
             params=model.config.pretrained_config.dsa_params,
             layout=model.config.cache_layout,
+            max_draft_len=worker.max_draft_len,
         )
-        self.graphs = CUDAGraphRunner(model, self.attn_metadata, config.cuda_graph_batch_sizes)
+        self.store = TokenStore(config.max_batch_size, worker.max_draft_len, self.device)
+        self.graphs = CUDAGraphRunner(self, config.cuda_graph_batch_sizes)
 
     @property
     def weights_bytes(self) -> int:
@@ -45,53 +64,157 @@ class PyTorchModelEngine:
         """Capture the decode graphs."""
         self.graphs.capture_all(progress)
 
-    def forward(self, batch: "ScheduledRequests") -> torch.Tensor:
-        """Logits of one step.
+    @torch.inference_mode()
+    def launch(self, batch: "ScheduledRequests", choose: Choose | None = None) -> StepHandle:
+        """Start a step; its results come through the handle.
 
-        Returns:
-            fp32 [rows, vocab_size]: one row per context (its last token of the chunk; all its
-            tokens if `batch.context_logits_needed`), then one per generation request.
+        Args:
+            choose: makes the tokens from the logits: one row per context (its chunk's last; all its
+                rows if `batch.context_logits_needed`), then 1 + K rows per generation. None is greedy.
         """
         generations = batch.generation_requests
-        if not batch.context_requests and self.graphs.fits(len(generations)):
-            cached = [r.num_computed_tokens for r in generations]
-            return self.graphs.replay(
-                [r.request_id for r in generations], [r.last_token for r in generations], cached
-            )
-        return self._forward_eager(batch)
+        greedy_decode = choose is None and not batch.context_requests
+        if greedy_decode and self.graphs.fits(len(generations)):
+            packed = self.graphs.replay(generations)
+        else:
+            packed = self.run(self._stage(batch), choose)
+        return StepHandle(packed, self.rows_per_generation)
 
-    def _forward_eager(self, batch: "ScheduledRequests") -> torch.Tensor:
+    # --- staging: host to device ------------------------------------------------------------------
+
+    def _stage(self, batch: "ScheduledRequests") -> StepInputs:
         metadata = self.attn_metadata
         tokens: list[int] = []
+        following: list[int] = []
         gather: list[int] = []
-        self._clear_sequences(len(batch.context_requests))
+        self.begin_sequences(len(batch.context_requests))
         for request in batch.context_requests:
-            start = request.num_computed_tokens
-            chunk = request.prompt_token_ids[start : start + request.chunk_len]
-            first = len(tokens) if batch.context_logits_needed else len(tokens) + len(chunk) - 1
-            gather += range(first, len(tokens) + len(chunk))
-            tokens += chunk
-            self._add_sequence(request.request_id, len(chunk), start)
+            start, end = (
+                request.num_computed_tokens,
+                request.num_computed_tokens + request.chunk_len,
+            )
+            first = len(tokens) if batch.context_logits_needed else len(tokens) + end - start - 1
+            tokens += request.prompt_token_ids[start:end]
+            gather += range(first, len(tokens))
+            following.append(-1 if request.is_last_chunk else request.prompt_token_ids[end])
+            self.add_sequence(request, end - start, start)
         for request in batch.generation_requests:
-            gather.append(len(tokens))
-            tokens.append(request.last_token)
-            self._add_sequence(request.request_id, 1, request.num_computed_tokens)
-        # A decode step has the graphs' shapes also when it runs eagerly, so that both give the
-        # same bits.
-        metadata.prepare(static_width=self.device.type == "cuda" and not batch.context_requests)
-        gather_ids = None if len(gather) == len(tokens) else self._upload(gather)
-        return self.model(metadata, self._upload(tokens), metadata.position_ids, gather_ids)
+            self.add_sequence(request, self.rows_per_generation, request.num_assumed_tokens)
+        self.finish_sequences()
+        rows = len(batch.generation_requests) * self.rows_per_generation
+        gather += range(len(tokens), len(tokens) + rows)
+        # A decode step has the graphs' shapes also when it runs eagerly, so that both give the same
+        # bits.
+        static = self.device.type == "cuda" and not batch.context_requests
+        metadata.prepare(static_width=static, defer=True)
+        return StepInputs(
+            num_contexts=len(batch.context_requests),
+            num_generations=len(batch.generation_requests),
+            context_tokens=self._upload(tokens),
+            context_next_tokens=self._upload(following),
+            gather_ids=None if len(gather) == metadata.num_tokens else self._upload(gather),
+        )
 
-    def _clear_sequences(self, num_contexts: int) -> None:
-        self.attn_metadata.num_contexts = num_contexts
-        self.attn_metadata.request_ids, self.attn_metadata.seq_lens = [], []
-        self.attn_metadata.kv_cache_params.num_cached_tokens_per_seq = []
+    def begin_sequences(self, num_contexts: int) -> None:
+        """Forget the last step's sequences."""
+        metadata = self.attn_metadata
+        metadata.num_contexts = num_contexts
+        metadata.request_ids, metadata.seq_lens, metadata.kv_limits = [], [], []
+        metadata.kv_cache_params.num_cached_tokens_per_seq = []
+        self._slots: list[int] = []
+        self._corrected: list[int] = []
 
-    def _add_sequence(self, request_id: int, seq_len: int, num_cached: int) -> None:
-        self.attn_metadata.request_ids.append(request_id)
-        self.attn_metadata.seq_lens.append(seq_len)
-        self.attn_metadata.kv_cache_params.num_cached_tokens_per_seq.append(num_cached)
+    def add_sequence(self, request: "LlmRequest", seq_len: int, num_cached: int) -> None:
+        """Add one sequence of `seq_len` rows after `num_cached` tokens."""
+        metadata = self.attn_metadata
+        metadata.request_ids.append(request.request_id)
+        metadata.seq_lens.append(seq_len)
+        metadata.kv_limits.append(request.max_total_tokens)
+        metadata.kv_cache_params.num_cached_tokens_per_seq.append(num_cached)
+        slot = self.kv_cache_manager.row(request.request_id)
+        self._slots.append(slot)
+        self._corrected.append(slot if request.rows_in_flight else -1)
+
+    def add_padding(self) -> None:
+        """Add rows that write nowhere and whose results nobody reads."""
+        metadata, rows = self.attn_metadata, self.rows_per_generation
+        metadata.seq_lens.append(rows)
+        metadata.kv_limits.append(0)
+        metadata.kv_cache_params.num_cached_tokens_per_seq.append(-rows)
+        self._slots.append(self.store.spare_slot)
+        self._corrected.append(-1)
+
+    def finish_sequences(self) -> None:
+        """Upload where the sequences live in the token store, and whose cache length was a guess."""
+        staging, store = self.attn_metadata.staging, self.store
+        staging.copy_if_changed(store.slots, self._slots)
+        staging.copy_if_changed(store.corrected, self._corrected)
 
     def _upload(self, values: list[int]) -> torch.Tensor:
+        self.attn_metadata.staging.num_uploads += bool(values)
         host = torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         return host.to(self.device, non_blocking=True)
+
+    # --- the step on the device -------------------------------------------------------------------
+
+    def run(self, inputs: StepInputs, choose: Choose | None = None) -> torch.Tensor:
+        """The whole step on staged inputs; without `choose` a graph can capture it.
+
+        Returns:
+            float64 [seqs, 2 + 3 * K + 1], see `StepHandle`.
+        """
+        metadata, store = self.attn_metadata, self.store
+        slots = store.slots[: inputs.num_seqs]
+        self._preprocess_inputs(inputs)
+        verified = store.next_new_tokens[slots[inputs.num_contexts :]]
+        input_ids = verified.flatten()
+        if inputs.num_contexts:
+            input_ids = torch.cat([inputs.context_tokens, input_ids])
+        hidden_states = self.model.model(metadata, input_ids, metadata.position_ids)
+        logits = self.model.logits_processor(hidden_states, self.model.lm_head, inputs.gather_ids)
+        best, target_tokens = logits.max(dim=-1)
+        if choose is not None:
+            target_tokens = choose(logits)
+            best = torch.zeros(target_tokens.shape, device=self.device)  # `choose` has looked
+        spec_metadata = SpecMetadata(
+            max_draft_len=self.worker.max_draft_len,
+            num_contexts=inputs.num_contexts,
+            num_generations=inputs.num_generations,
+            draft_tokens=verified[:, 1:],
+            context_next_tokens=inputs.context_next_tokens,
+            slot_ids=slots,
+            is_cuda_graph=inputs.is_cuda_graph,
+        )
+        outputs = self.worker.forward(
+            input_ids,
+            hidden_states,
+            target_tokens,
+            metadata,
+            spec_metadata,
+            self.model.draft_model,
+        )
+        store.update(slots, outputs, inputs.num_contexts)
+        return _pack(outputs, best, inputs.num_contexts)
+
+    def _preprocess_inputs(self, inputs: StepInputs) -> None:
+        """Correct the cache lengths by what the step in flight really accepted, then derive from them."""
+        metadata, store, n = self.attn_metadata, self.store, inputs.num_seqs
+        corrected = store.corrected[:n]
+        offsets = store.kv_correction[corrected.clamp(min=0)].masked_fill(corrected < 0, 0)
+        metadata.kv_lens_cuda[:n] += offsets
+        metadata.on_update_kv_lens()
+
+
+def _pack(outputs: SpecOutputs, best: torch.Tensor, num_contexts: int) -> torch.Tensor:
+    """One tensor for one transfer. Ids are below 2^53, so float64 holds them and the logits."""
+    n, rows = outputs.new_tokens.shape
+    largest = best.new_zeros(n, rows)
+    largest[:num_contexts, 0] = best[:num_contexts]
+    largest[num_contexts:] = best[num_contexts:].view(-1, rows)
+    parts = [
+        outputs.new_tokens_lens.unsqueeze(1),
+        outputs.new_tokens,
+        outputs.next_draft_tokens,
+        largest,
+    ]
+    return torch.cat([part.double() for part in parts], dim=1)

@@ -13,6 +13,7 @@ import torch
 
 from tensorrt_llm._torch.distributed import broadcast_object
 from tensorrt_llm._torch.pyexecutor.config import ExecutorConfig
+from tensorrt_llm._torch.pyexecutor.host_choice import HostChoice
 from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import KVCacheManagerV2, Role
 from tensorrt_llm._torch.pyexecutor.llm_request import (
     LlmRequest,
@@ -28,16 +29,28 @@ from tensorrt_llm._torch.pyexecutor.messages import (
     LlmResponse,
     NewRequest,
     Shutdown,
+    TokenLogprobs,
 )
-from tensorrt_llm._torch.pyexecutor.sampler import SampledToken, TorchSampler
+from tensorrt_llm._torch.pyexecutor.sampler import SampledToken, TorchSampler, logits_error
 from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests, Scheduler
+from tensorrt_llm._torch.pyexecutor.step import SequenceResult
+from tensorrt_llm._torch.pyexecutor.stop_criteria import Finish
 from tensorrt_llm.logger import logger
 from tensorrt_llm.tokenizer import load_tokenizer
 
+Choose: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Incoming: TypeAlias = NewRequest | CancelRequest | Shutdown
 Outgoing: TypeAlias = LlmResponse | EngineStats
 
 STATS_INTERVAL_S = 0.1  # between reports, unless `iter_perf_stats` asks for every step
+
+
+class StepHandle(Protocol):
+    """A launched step."""
+
+    def wait(self) -> list[SequenceResult]:
+        """Results of the batch's sequences, contexts first."""
+        ...
 
 
 class ModelEngine(Protocol):
@@ -48,13 +61,30 @@ class ModelEngine(Protocol):
         """Memory of this rank's weights."""
         ...
 
-    def forward(self, batch: ScheduledRequests) -> torch.Tensor:
-        """fp32 logits [rows, vocab_size], the same on all ranks.
-
-        Rows: one per context request (its chunk's last token), then one per generation request. If
-        `batch.context_logits_needed`, contexts have a row for every token of their chunks instead.
-        """
+    @property
+    def rows_per_generation(self) -> int:
+        """1 + the drafts of a generation request in one step."""
         ...
+
+    def launch(self, batch: ScheduledRequests, choose: Choose | None) -> StepHandle:
+        """Start a step; the tokens are the same on all ranks. `choose` as in `PyTorchModelEngine`."""
+        ...
+
+
+@dataclass
+class _Flight:
+    """A step that was launched.
+
+    Attributes:
+        ending: per context request, whether its chunk ends the prompt and so brings a token.
+        choice: what the host sampled for it, if it did.
+    """
+
+    batch: ScheduledRequests
+    ending: list[bool]
+    handle: StepHandle
+    choice: HostChoice | None
+    start: float
 
 
 class PyExecutor:
@@ -110,7 +140,9 @@ class PyExecutor:
             max_batch_size=config.max_batch_size,
             max_num_tokens=config.max_num_tokens,
             enable_chunked_prefill=config.enable_chunked_prefill,
+            rows_per_generation=model_engine.rows_per_generation,
         )
+        self._flight: _Flight | None = None
         self._stop_tokenizer = (
             load_tokenizer(config.stop_tokenizer) if config.stop_tokenizer else None
         )
@@ -138,20 +170,52 @@ class PyExecutor:
 
     def run(self) -> None:
         """Serve until `Shutdown`. An exception of the model leaves through here, for the worker."""
-        self._executor_loop()
-
-    def _executor_loop(self) -> None:
-        """The plain loop: a step is over and its responses are sent before the next one begins."""
         while self._handle(self._next_messages()):
             news = self.step()
             if news and self.config.mapping.rank == 0:
                 self._send(news)
 
+    @torch.inference_mode()
+    def step(self) -> list[Outgoing]:
+        """One iteration without receiving or sending: what there is to say after it."""
+        if self.has_work:
+            self._iterate() if self.config.disable_overlap_scheduler else self._iterate_overlap()
+        if not self.has_work and not self._idle:
+            self._become_idle()
+        news, self._outbox = self._outbox, []
+        return news
+
+    def _iterate(self) -> None:
+        """The plain step: it is over, and its tokens are out, before the next one begins."""
+        self._finish(self._launch(self.scheduler.schedule()))
+
+    def _iterate_overlap(self) -> None:
+        """The overlapped step: the next one is launched before the last one's tokens are looked at."""
+        if self.scheduler.samples_on_host:
+            self._land()  # the host needs the last tokens before it can sample the next ones
+        previous, batch = self._flight, self.scheduler.schedule()
+        self._flight = None if batch.is_empty and previous else self._launch(batch)
+        if previous:
+            self._finish(previous)
+        if batch.samples_on_host:
+            self._land()
+
+    def _land(self) -> None:
+        """Finish the step in flight, if there is one."""
+        flight, self._flight = self._flight, None
+        if flight:
+            self._finish(flight)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a request to serve or a step to finish."""
+        return self.scheduler.has_requests or self._flight is not None
+
     def _next_messages(self) -> list[Incoming]:
         """New messages, the same on all ranks; waits for one when there is nothing to do."""
         messages: list[Incoming] = []
         if self.config.mapping.rank == 0:
-            messages = self._receive(not self.scheduler.has_requests)
+            messages = self._receive(not self.has_work)
         return broadcast_object(messages, self.config.mapping)
 
     def _handle(self, messages: list[Incoming]) -> bool:
@@ -167,31 +231,6 @@ class PyExecutor:
                 case _:
                     raise TypeError(f"unknown message to the engine: {message!r}")
         return True
-
-    @torch.inference_mode()
-    def step(self) -> list[Outgoing]:
-        """One iteration without receiving or sending: what there is to say after it."""
-        if self.scheduler.has_requests:
-            self._iterate()
-        if not self.scheduler.has_requests and not self._idle:
-            self._become_idle()
-        news, self._outbox = self._outbox, []
-        return news
-
-    def _iterate(self) -> None:
-        """Schedule, forward, sample, update."""
-        start = time.perf_counter()
-        batch = self.scheduler.schedule()
-        if batch.is_empty:
-            raise RuntimeError(
-                f"the scheduler is stuck: {self.scheduler.num_running} requests running, "
-                f"{self.scheduler.num_waiting} waiting, and none can take a step"
-            )
-        logits = self.model_engine.forward(batch)
-        requests, rows = self._rows_to_sample(batch, logits)
-        sampled = self.sampler.sample(rows, requests) if requests else []
-        self._update(batch, requests, sampled)
-        self._report_step(start)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -245,74 +284,96 @@ class PyExecutor:
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def _rows_to_sample(
-        self, batch: ScheduledRequests, logits: torch.Tensor
-    ) -> tuple[list[LlmRequest], torch.Tensor]:
-        """The requests that get a token now and their rows; collects prompt logprobs besides."""
-        all_rows, end = batch.context_logits_needed, 0
-        requests: list[LlmRequest] = []
-        rows: list[int] = []
+    def _launch(self, batch: ScheduledRequests) -> _Flight:
+        """Start a step and count what is certain about it."""
+        if batch.is_empty:
+            raise RuntimeError(
+                f"the scheduler is stuck: {self.scheduler.num_running} requests running, "
+                f"{self.scheduler.num_waiting} waiting, and none can take a step"
+            )
+        start = time.perf_counter()
+        choice = None
+        if batch.samples_on_host:
+            rows = self.model_engine.rows_per_generation
+            choice = HostChoice(self.sampler, batch, rows, self.limits.vocab_size)
+        ending = [request.is_last_chunk for request in batch.context_requests]
+        handle = self.model_engine.launch(batch, choice)
         for request in batch.context_requests:
-            start, end = end, end + (request.chunk_len if all_rows else 1)
-            alive = self._collect_prompt_logprobs(request, logits[start:end])
-            if alive and request.is_last_chunk:
-                requests.append(request)
-                rows.append(end - 1)
-        requests += batch.generation_requests
-        rows += range(end, end + len(batch.generation_requests))
-        self._check_rows(logits, end + len(batch.generation_requests))
-        return requests, logits if len(rows) == logits.shape[0] else logits[rows]
-
-    def _check_rows(self, logits: torch.Tensor, rows: int) -> None:
-        expected = (rows, self.limits.vocab_size)
-        if logits.shape != expected:
-            raise RuntimeError(f"the model gave logits {tuple(logits.shape)}, expected {expected}")
-
-    def _collect_prompt_logprobs(self, request: LlmRequest, logits: torch.Tensor) -> bool:
-        """Add a chunk's prompt logprobs if they are wanted; False if that ended the request."""
-        num_top, collected = request.sampling_params.prompt_logprobs, request.prompt_logprobs
-        if num_top is None or collected is None:
-            return True
-        first = request.num_computed_tokens + 1
-        following = request.prompt_token_ids[first : first + request.chunk_len]
-        try:
-            collected += self.sampler.prompt_logprobs(logits, following, num_top)
-        except FloatingPointError as error:
-            self._fail(request, f"request {request.request_id}: {error}")
-            return False
-        return True
-
-    def _update(
-        self, batch: ScheduledRequests, requests: list[LlmRequest], sampled: list[SampledToken]
-    ) -> None:
-        """Advance everybody who took part, then hand out the new tokens."""
-        for request in batch.context_requests:
-            request.num_computed_tokens += request.chunk_len
-            self._counters.prompt_tokens += request.chunk_len
-            if request.state is RequestState.CONTEXT and not request.num_remaining_prompt_tokens:
-                request.state = RequestState.GENERATION
+            self._advance_context(request)
         for request in batch.generation_requests:
-            request.num_computed_tokens += 1
-        for request, token in zip(requests, sampled, strict=True):
-            self._accept(request, token)
+            request.rows_in_flight += self.model_engine.rows_per_generation
+            request.tokens_in_flight += 1
+        return _Flight(batch, ending, handle, choice, start)
 
-    def _accept(self, request: LlmRequest, token: SampledToken) -> None:
-        """Append a token, report it, and end the request if it was the last one."""
-        if token.error is not None:
-            self._fail(request, token.error)
+    def _advance_context(self, request: LlmRequest) -> None:
+        request.num_computed_tokens += request.chunk_len
+        self._counters.prompt_tokens += request.chunk_len
+        if not request.num_remaining_prompt_tokens:
+            request.state = RequestState.GENERATION
+            request.tokens_in_flight += 1
+
+    def _finish(self, flight: _Flight) -> None:
+        """Hand out a step's tokens. A request that has ended meanwhile gets none."""
+        batch, choice = flight.batch, flight.choice
+        results = flight.handle.wait()
+        contexts = len(batch.context_requests)
+        for i, request in enumerate(batch.context_requests):
+            failure = choice.prompt_errors.get(request.request_id) if choice else None
+            if failure and self._is_current(request):
+                self._fail(request, failure)
+            elif flight.ending[i]:
+                self._take(request, results[i], choice)
+        for request, result in zip(batch.generation_requests, results[contexts:], strict=True):
+            request.rows_in_flight -= self.model_engine.rows_per_generation
+            request.num_computed_tokens += len(result.token_ids)
+            self._take(request, result, choice)
+        self._report_step(flight.start)
+
+    def _is_current(self, request: LlmRequest) -> bool:
+        return self._requests.get(request.request_id) is request
+
+    def _take(self, request: LlmRequest, result: SequenceResult, choice: HostChoice | None) -> None:
+        """Append a step's tokens to a request until one of them ends it."""
+        request.tokens_in_flight -= 1
+        request.draft_token_ids = result.draft_token_ids
+        sampled = choice.tokens[request.request_id] if choice else _greedy(request, result)
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        finish: Finish | None = None
+        for token in sampled[: len(result.token_ids)]:
+            if not self._is_current(request) or finish:
+                break
+            if token.error is not None:
+                self._say(request, tokens, logprobs, None)
+                self._fail(request, token.error)
+                return
+            request.append(token.token_id)
+            tokens.append(token.token_id)
+            logprobs += [] if token.logprobs is None else [token.logprobs]
+            finish = request.stop_criteria.check(token.token_id, len(request.output_token_ids))
+        self._say(request, tokens, logprobs, finish)
+
+    def _say(
+        self,
+        request: LlmRequest,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs],
+        finish: Finish | None,
+    ) -> None:
+        """Report new tokens, and the end with the last of them."""
+        if not tokens:
             return
-        request.append(token.token_id)
-        self._counters.generated_tokens += 1
-        finish = request.stop_criteria.check(token.token_id, len(request.output_token_ids))
-        response = LlmResponse(
-            request.request_id,
-            [token.token_id],
-            [] if token.logprobs is None else [token.logprobs],
-            request.take_prompt_logprobs(),
-            finish.reason if finish else None,
-            finish.stop_reason if finish else None,
+        self._counters.generated_tokens += len(tokens)
+        self._outbox.append(
+            LlmResponse(
+                request.request_id,
+                tokens,
+                logprobs,
+                request.take_prompt_logprobs(),
+                finish.reason if finish else None,
+                finish.stop_reason if finish else None,
+            )
         )
-        self._outbox.append(response)
         if finish:
             self._release(request)
 
@@ -357,6 +418,14 @@ class PyExecutor:
         """Used and all blocks of a role; none for a model without it."""
         kv = self.kv_cache_manager
         return (kv.num_used_blocks(role), kv.num_blocks(role)) if role in kv.roles else (0, 0)
+
+
+def _greedy(request: LlmRequest, result: SequenceResult) -> list[SampledToken]:
+    """What the device chose, with an error where a row's largest logit is not finite."""
+    return [
+        SampledToken(token, error=logits_error(largest, request))
+        for token, largest in zip(result.token_ids, result.largest_logits, strict=True)
+    ]
 
 
 @dataclass

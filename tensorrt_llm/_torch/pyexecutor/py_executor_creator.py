@@ -17,6 +17,8 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import (
 from tensorrt_llm._torch.pyexecutor.model_engine import PyTorchModelEngine
 from tensorrt_llm._torch.pyexecutor.py_executor import Incoming, Outgoing, PyExecutor
 from tensorrt_llm._torch.pyexecutor.sampler import TorchSampler
+from tensorrt_llm._torch.speculative.interface import SpecWorkerBase
+from tensorrt_llm._torch.speculative.mtp import MTPEagleWorker
 from tensorrt_llm.logger import logger
 
 
@@ -40,7 +42,7 @@ def create_py_executor(
     max_seq_len, cache = _create_kv_cache(config, model_config)
     if first:
         logger.info("%s", cache.report())
-    engine = PyTorchModelEngine(model, cache, config)
+    engine = PyTorchModelEngine(model, cache, config, _create_worker(model_config))
     engine.warmup(progress=first)
     return PyExecutor(
         config,
@@ -67,7 +69,16 @@ def _model_config(config: ExecutorConfig) -> ModelConfig:
         device=device,
         kv_cache_fp8=config.kv_cache_dtype == "fp8",
         latent_norm_eps=config.latent_norm_eps,
+        max_draft_len=config.max_draft_len,
     )
+
+
+def _create_worker(config: ModelConfig) -> SpecWorkerBase:
+    """What verifies and drafts after the target model."""
+    if not config.max_draft_len:
+        return SpecWorkerBase(0, config.mapping)
+    share = config.pretrained_config.index_share_for_mtp_iteration
+    return MTPEagleWorker(config.max_draft_len, config.mapping, share)
 
 
 def _create_kv_cache(
@@ -95,11 +106,13 @@ def _create_kv_cache(
 
 
 def _buffers(model_config: ModelConfig) -> list[BufferConfig]:
-    """Latents for every layer, index keys for those that own an indexer."""
+    """Latents for every layer, index keys for those that own an indexer, as the MTP layer does."""
     model, layout = model_config.pretrained_config, model_config.cache_layout
-    full = tuple(i for i, owns in enumerate(model.full_indexer_layers) if owns)
+    layers = range(model.num_hidden_layers + (model_config.max_draft_len > 0))
+    owns = {**dict.fromkeys(layers, True), **dict(enumerate(model.full_indexer_layers))}
+    full = tuple(layer for layer in layers if owns[layer])
     return [
-        BufferConfig(Role.KEY, tuple(range(model.num_hidden_layers)), layout.key_bytes),
+        BufferConfig(Role.KEY, tuple(layers), layout.key_bytes),
         BufferConfig(Role.INDEX_KEY, full, layout.index_key_bytes),
     ]
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from tensorrt_llm._torch.pyexecutor.llm_request import LlmRequest
+from tensorrt_llm._torch.pyexecutor.llm_request import LlmRequest, has_penalties
 from tensorrt_llm._torch.pyexecutor.messages import Logprob, TokenLogprobs
 from tensorrt_llm.sampling_params import SamplingParams
 
@@ -37,29 +37,38 @@ class TorchSampler:
     """Samples one token per row; keeps no state but what it hangs onto the requests."""
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, requests: Sequence[LlmRequest]) -> list[SampledToken]:
+    def sample(
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[LlmRequest],
+        drafted: Sequence[Sequence[int]] | None = None,
+    ) -> list[SampledToken]:
         """Next token of each request.
 
         Args:
             logits: fp32 [rows, vocab], not modified.
             requests: one per row.
+            drafted: per row, the drafts that come after the request's tokens and before this row;
+                the row is sampled as if they were part of the output. None: no drafts.
 
         Returns:
             One entry per row. A row whose largest logit is not finite (NaN counts as largest) has
             an error.
         """
-        edited = _edit(logits, requests)
+        drafted = drafted if drafted is not None else [()] * len(requests)
+        edited = _edit(logits, requests, drafted)
         best, ids = edited.max(dim=-1)
         drawn = [i for i, r in enumerate(requests) if not r.sampling_params.greedy]
         if drawn:
-            ids[drawn] = _draw(edited[drawn], [requests[i] for i in drawn])
+            table = [_draw_params(requests[i], len(drafted[i]), logits.shape[1]) for i in drawn]
+            ids[drawn] = _draw(edited[drawn], torch.tensor(table, dtype=torch.float64))
         # Ids are below 2**53, so one float64 transfer brings them and the largest logits.
         host_best, host_ids = torch.stack((best, ids.double())).tolist()
         if all(map(math.isfinite, host_best)) and not _any_logprobs(requests):
             return [SampledToken(int(i)) for i in host_ids]
         logprobs = _sampled_logprobs(logits, ids, requests)
         return [
-            SampledToken(int(token), logprobs.get(i), _error(host_best[i], requests[i]))
+            SampledToken(int(token), logprobs.get(i), logits_error(host_best[i], requests[i]))
             for i, token in enumerate(host_ids)
         ]
 
@@ -100,37 +109,42 @@ class LogitsEdits:
         self._bias = _optional_pairs(params.logit_bias, device)
         self._stop_ids = torch.tensor(sorted(request.stop_criteria.stop_ids), device=device).long()
         self._num_counted = 0
-        if _has_penalties(params):
+        if has_penalties(params):
             self._counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
             self._in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self._in_prompt[torch.tensor(request.prompt_token_ids, device=device)] = True
 
     @staticmethod
-    def wanted(request: LlmRequest) -> bool:
-        """Whether the request changes its next row at all."""
+    def wanted(request: LlmRequest, num_drafted: int) -> bool:
+        """Whether the request changes the row after so many drafts at all."""
         params = request.sampling_params
         return (
-            len(request.output_token_ids) < params.min_tokens
+            len(request.output_token_ids) + num_drafted < params.min_tokens
             or bool(params.logit_bias)
-            or _has_penalties(params)
+            or has_penalties(params)
         )
 
-    def apply(self, row: torch.Tensor, request: LlmRequest) -> None:
-        """Edit `row`, fp32 [vocab], in place."""
+    def apply(self, row: torch.Tensor, request: LlmRequest, drafted: Sequence[int]) -> None:
+        """Edit the row after `drafted`, fp32 [vocab], in place."""
         if self._bias is not None:
             ids, values = self._bias
             row[ids] += values
-        if _has_penalties(self._params):
+        if has_penalties(self._params):
             self._count(request.output_token_ids)
+            self._add(drafted, 1)
             self._penalise(row)
-        if len(request.output_token_ids) < self._params.min_tokens:
+            self._add(drafted, -1)
+        if len(request.output_token_ids) + len(drafted) < self._params.min_tokens:
             row[self._stop_ids] += -math.inf
 
     def _count(self, output_token_ids: list[int]) -> None:
         """Bring the counts up to date with the output."""
-        for token in output_token_ids[self._num_counted :]:
-            self._counts[token] += 1
+        self._add(output_token_ids[self._num_counted :], 1)
         self._num_counted = len(output_token_ids)
+
+    def _add(self, tokens: Sequence[int], times: int) -> None:
+        for token in tokens:
+            self._counts[token] += times
 
     def _penalise(self, row: torch.Tensor) -> None:
         """Repetition counts prompt and output, as in transformers; the others only the output."""
@@ -144,14 +158,6 @@ class LogitsEdits:
             row -= frequency * self._counts
 
 
-def _has_penalties(params: SamplingParams) -> bool:
-    return (
-        bool(params.presence_penalty)
-        or bool(params.frequency_penalty)
-        or (params.repetition_penalty or 1.0) != 1.0
-    )
-
-
 def _optional_pairs(
     bias: dict[int, float] | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -161,9 +167,11 @@ def _optional_pairs(
     return ids, torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
 
 
-def _edit(logits: torch.Tensor, requests: Sequence[LlmRequest]) -> torch.Tensor:
+def _edit(
+    logits: torch.Tensor, requests: Sequence[LlmRequest], drafted: Sequence[Sequence[int]]
+) -> torch.Tensor:
     """The logits themselves if no request changes them, else an edited copy."""
-    rows = [i for i, r in enumerate(requests) if LogitsEdits.wanted(r)]
+    rows = [i for i, r in enumerate(requests) if LogitsEdits.wanted(r, len(drafted[i]))]
     if not rows:
         return logits
     edited = logits.clone()
@@ -171,28 +179,29 @@ def _edit(logits: torch.Tensor, requests: Sequence[LlmRequest]) -> torch.Tensor:
         request = requests[i]
         if request.edits is None:
             request.edits = LogitsEdits(request, logits.shape[1], logits.device)
-        request.edits.apply(edited[i], request)
+        request.edits.apply(edited[i], request, drafted[i])
     return edited
 
 
-def _error(best: float, request: LlmRequest) -> str | None:
+def logits_error(best: float, request: LlmRequest) -> str | None:
+    """What is wrong with a row whose largest logit is `best`; None if it is finite."""
     if math.isfinite(best):
         return None
     what = "contain NaN" if math.isnan(best) else f"have {best} as their largest value"
     return f"logits of request {request.request_id} {what}"
 
 
-def _draw(logits: torch.Tensor, requests: Sequence[LlmRequest]) -> torch.Tensor:
+def _draw(logits: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """One token per row, by inverse CDF over the filtered tokens in order of weight.
 
     Args:
         logits: fp32 [rows, vocab], edited.
+        table: float64 [rows, 5] of `_draw_params`, on the host.
 
     Returns:
         int64 [rows]. A row that is not finite gives some valid id.
     """
     vocab = logits.shape[1]
-    table = torch.tensor([_draw_params(r, vocab) for r in requests], dtype=torch.float64)
     temperature, top_k, top_p, min_p, uniform = table.to(logits.device).unsqueeze(2).unbind(1)
     weights, order = _weights(logits, temperature).sort(dim=-1, descending=True, stable=True)
     weights *= torch.arange(vocab, device=logits.device) < top_k
@@ -214,7 +223,9 @@ def _weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     return scaled.exp_().mul_(one).nan_to_num_(0.0).long()
 
 
-def _draw_params(request: LlmRequest, vocab_size: int) -> tuple[float, float, float, float, float]:
+def _draw_params(
+    request: LlmRequest, num_drafted: int, vocab_size: int
+) -> tuple[float, float, float, float, float]:
     """Temperature, top-k, top-p, min-p (neutral if not set) and the token's uniform number."""
     params = request.sampling_params
     assert params.temperature is not None
@@ -223,7 +234,7 @@ def _draw_params(request: LlmRequest, vocab_size: int) -> tuple[float, float, fl
         params.top_k or vocab_size,
         params.top_p or 1.0,
         params.min_p or 0.0,
-        uniform(params.seed, request.choice, len(request.output_token_ids)),
+        uniform(params.seed, request.choice, len(request.output_token_ids) + num_drafted),
     )
 
 

@@ -13,7 +13,7 @@ class ScheduledRequests:
 
     Args:
         context_requests: each computes `chunk_len` prompt tokens from `num_computed_tokens` on.
-        generation_requests: each computes its last token, at position `num_computed_tokens`.
+        generation_requests: each computes its last token and the drafts after it.
     """
 
     context_requests: list[LlmRequest] = field(default_factory=list)
@@ -28,6 +28,11 @@ class ScheduledRequests:
     def is_empty(self) -> bool:
         return not self.context_requests and not self.generation_requests
 
+    @property
+    def samples_on_host(self) -> bool:
+        """Whether some request's tokens are not simply the likeliest ones."""
+        return any(r.samples_on_host for r in self.context_requests + self.generation_requests)
+
 
 class Scheduler:
     """Continuous batching with blocks reserved up front.
@@ -41,6 +46,7 @@ class Scheduler:
         max_batch_size: requests in one step.
         max_num_tokens: tokens in one step.
         enable_chunked_prefill: a prompt may be spread over several steps.
+        rows_per_generation: tokens of a generation request in one step, drafts included.
     """
 
     def __init__(
@@ -50,13 +56,14 @@ class Scheduler:
         max_batch_size: int,
         max_num_tokens: int,
         enable_chunked_prefill: bool,
+        rows_per_generation: int = 1,
     ) -> None:
         self._kv = kv_cache_manager
         self._max_num_tokens = max_num_tokens
         self._chunked = enable_chunked_prefill
-        # A step has at least one token per running request, so more of them could never run
-        # together.
-        self._max_running = min(max_batch_size, max_num_tokens)
+        self._rows = rows_per_generation
+        # More requests than that could never generate together.
+        self._max_running = max(1, min(max_batch_size, max_num_tokens // rows_per_generation))
         self._waiting: deque[LlmRequest] = deque()
         self._running: list[LlmRequest] = []
 
@@ -71,6 +78,11 @@ class Scheduler:
     @property
     def has_requests(self) -> bool:
         return bool(self._running or self._waiting)
+
+    @property
+    def samples_on_host(self) -> bool:
+        """Whether a step with everybody would have to sample on the host."""
+        return any(r.samples_on_host for r in (*self._running, *self._waiting))
 
     def add(self, request: LlmRequest) -> None:
         """Queue a request.
@@ -100,9 +112,9 @@ class Scheduler:
         """Choose the next step: all generations, then contexts as far as everything reaches."""
         batch = ScheduledRequests()
         for request in self._running:
-            if request.state is RequestState.GENERATION:
+            if request.state is RequestState.GENERATION and not request.ends_in_flight:
                 batch.generation_requests.append(request)
-        budget = self._max_num_tokens - len(batch.generation_requests)
+        budget = self._max_num_tokens - len(batch.generation_requests) * self._rows
         if len(batch.generation_requests) < len(self._running) or self._waiting:
             self._schedule_contexts(batch, budget)
         return batch

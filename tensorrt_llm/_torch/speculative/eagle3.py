@@ -1,16 +1,12 @@
 """The one-model draft loop: verify, then draft with hidden states that never leave the device."""
 
+from typing import Any
+
 import torch
 
 from tensorrt_llm._torch.attention.backends.sparse.dsa.metadata import DSAtrtllmAttentionMetadata
 from tensorrt_llm._torch.speculative.interface import SpecMetadata, SpecOutputs, SpecWorkerBase
 from tensorrt_llm.mapping import Mapping
-
-
-class DraftModel(torch.nn.Module):
-    """What the loop needs of a draft model; see `MTPDraftModel`."""
-
-    lm_head: torch.nn.Module
 
 
 class Eagle3OneModelWorker(SpecWorkerBase):
@@ -32,14 +28,12 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         target_tokens: torch.Tensor,
         attn_metadata: DSAtrtllmAttentionMetadata,
         spec_metadata: SpecMetadata,
-        draft_model: DraftModel,
+        draft_model: Any,
     ) -> SpecOutputs:
-        """Accept, draft, and say what comes next.
+        """Accept, draft, and say what comes next; arguments as in the base class.
 
         Args:
-            input_ids: int64 [tokens], the target's input.
-            hidden_states: [tokens, hidden], after the target's final norm.
-            target_tokens: int64 [contexts + generations * (1 + K)].
+            draft_model: see `MTPDraftModel`.
         """
         accepted, counts = self.accept_draft_tokens(target_tokens, spec_metadata)
         ids = self._first_draft_inputs(input_ids, accepted, attn_metadata, spec_metadata)
@@ -75,7 +69,7 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         hidden_states: torch.Tensor,
         counts: torch.Tensor,
         attn_metadata: DSAtrtllmAttentionMetadata,
-        draft_model: DraftModel,
+        draft_model: Any,
     ) -> torch.Tensor:
         """int64 [seqs, K]: the first step on all rows, the later ones on one row per request."""
         drafts = []

@@ -44,7 +44,9 @@ class ForcedAcceptance:
         except ValueError:
             value = math.nan
         if not math.isfinite(value) or value < 0:
-            raise ValueError(f"{ENV} is {text!r}; it must be a number of at least 0, such as 2 or 2.6")
+            raise ValueError(
+                f"{ENV} is {text!r}; it must be a number of at least 0, such as 2 or 2.6"
+            )
         return cls(value)
 
     def apply(self, counts: torch.Tensor, spec_metadata: "SpecMetadata", draft_len: int) -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import IntEnum, auto
+from typing import Any
 
 import torch
 
@@ -91,6 +92,25 @@ class SpecWorkerBase:
             counts[contexts:] += agree.cumprod(dim=-1).sum(dim=-1)
             self.forced.apply(counts, spec_metadata, k)
         return accepted, counts
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        target_tokens: torch.Tensor,
+        attn_metadata: Any,
+        spec_metadata: SpecMetadata,
+        draft_model: Any,
+    ) -> SpecOutputs:
+        """Accept without drafting: with no drafts to verify, the step's tokens are the target's.
+
+        Args:
+            input_ids: int64 [tokens], the target's input.
+            hidden_states: [tokens, hidden], after the target's final norm.
+            target_tokens: int64 [contexts + generations * (1 + K)].
+        """
+        accepted, counts = self.accept_draft_tokens(target_tokens, spec_metadata)
+        return SpecOutputs(accepted, counts, accepted[:, :0], accepted)
 
     def draft_argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """Greedy token of each row: [rows, vocab / tp] of this rank -> int64 [rows], equal on all.

@@ -38,7 +38,24 @@ def copy_of(checkpoint: Path, directory: Path, **changes: Any) -> Path:
             "TensorRT-LLM's 'enable_attention_dp' is not supported by this project yet: "
             "it is True, and only None or False is accepted",
         ),
-        ({"speculative_config": {"decoding_type": "MTP"}}, "'speculative_config' is not supported"),
+        (
+            {"speculative_config": {"decoding_type": "NGram"}},
+            "speculative_config.decoding_type is 'NGram'",
+        ),
+        (
+            {
+                "speculative_config": {
+                    "decoding_type": "MTP",
+                    "max_draft_len": 3,
+                    "num_nextn_predict_layers": 2,
+                }
+            },
+            "max_draft_len 3 and num_nextn_predict_layers 2 mean the same",
+        ),
+        (
+            {"speculative_config": {"decoding_type": "MTP", "use_rejection_sampling": True}},
+            "'use_rejection_sampling' is not supported",
+        ),
         ({"pipeline_parallel_size": 2}, "it is 2, and only 1 is accepted"),
         ({"pipeline_parallel_size": True}, "it is True, and only 1 is accepted"),
         (

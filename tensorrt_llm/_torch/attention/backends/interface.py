@@ -6,12 +6,15 @@ from typing import Protocol
 
 import torch
 
+from tensorrt_llm._torch.host_staging import HostStaging
+
 
 class KVCacheManager(Protocol):
     """The part of the KV cache manager that attention reads."""
 
     tokens_per_block: int
     max_blocks_per_seq: int
+    table_version: int
 
     def pool(self, role: str) -> torch.Tensor: ...
 
@@ -39,8 +42,9 @@ class AttentionMetadata:
     so that a captured graph keeps reading the same addresses; `prepare` fills them.
 
     Attributes:
-        request_ids, seq_lens, num_contexts, kv_cache_params: set by the model engine before
-            `prepare`.
+        request_ids, seq_lens, num_contexts, kv_cache_params, kv_limits: set by the model engine
+            before `prepare`; kv_limits, the tokens that each sequence has room for, only where a
+            step may draft past them.
         seq_lens_cuda: int32 [max_num_requests], tokens of each sequence in this step.
         kv_lens_cuda: int32 [max_num_requests], cached tokens after this step; 0 marks a padding
             row.
@@ -59,11 +63,13 @@ class AttentionMetadata:
         self.max_num_tokens = max_num_tokens
         self.kv_cache_manager = kv_cache_manager
         self.device = device
+        self.staging = HostStaging()
         self.request_ids: list[int] = []
         self.seq_lens: list[int] = []
         self.num_contexts = 0
         self.kv_cache_params = KVCacheParams(True, [])
         self.kv_lens: list[int] = []
+        self.kv_limits: list[int] = []
         self.num_seqs = self.num_generations = self.num_tokens = self.num_ctx_tokens = 0
         self.seq_lens_cuda = torch.ones(max_num_requests, dtype=torch.int32, device=device)
         self.kv_lens_cuda = torch.zeros(max_num_requests, dtype=torch.int32, device=device)
@@ -77,17 +83,11 @@ class AttentionMetadata:
         self._count_tokens()
         cached = self.kv_cache_params.num_cached_tokens_per_seq
         self.kv_lens = [c + s for c, s in zip(cached, self.seq_lens, strict=True)]
-        copy_from_host(self.seq_lens_cuda, self.seq_lens)
-        copy_from_host(self.kv_lens_cuda, self.kv_lens)
+        self.staging.copy_if_changed(self.seq_lens_cuda, self.seq_lens)
+        # Also corrected and advanced on the device, so always uploaded.
+        self.staging.copy(self.kv_lens_cuda, self.kv_lens)
 
     def _count_tokens(self) -> None:
         self.num_seqs, self.num_tokens = len(self.seq_lens), sum(self.seq_lens)
         self.num_generations = self.num_seqs - self.num_contexts
         self.num_ctx_tokens = sum(self.seq_lens[: self.num_contexts])
-
-
-def copy_from_host(dst: torch.Tensor, values: list[int]) -> None:
-    """dst[: len(values)] = values, through pinned memory and without waiting when dst is on a
-    GPU."""
-    host = torch.tensor(values, dtype=dst.dtype, pin_memory=dst.is_cuda)
-    dst[: len(values)].copy_(host, non_blocking=True)

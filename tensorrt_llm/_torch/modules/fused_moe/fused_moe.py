@@ -13,7 +13,7 @@ from tensorrt_llm.mapping import Mapping
 
 # On CUDA, up to this many tokens take the path without a host decision, which a decode graph can
 # capture.
-MAX_GRAPH_TOKENS = 64
+MAX_GRAPH_TOKENS = 128
 # Its gathered expert weights are bounded by working on so many tokens at a time.
 GATHER_TOKENS = 8
 

@@ -103,6 +103,7 @@ class KVCacheManagerV2:
         }
         self._sequences: dict[int, _Sequence] = {}
         self._free_rows = list(range(max_batch_size))
+        self.table_version = 0  # counts the changes of any block table
         shape = (max_batch_size, self.max_blocks_per_seq)
         self._tables = {
             role: torch.full(shape, BAD_PAGE_INDEX, dtype=torch.int32) for role in self._pools
@@ -243,6 +244,10 @@ class KVCacheManagerV2:
         heapq.heappush(self._free_rows, sequence.row)
         del self._sequences[request_id]
 
+    def row(self, request_id: int) -> int:
+        """The request's place among `max_batch_size`, the same from `add_request` to `free`."""
+        return self._sequence(request_id).row
+
     def block_ids(self, request_id: int, role: str) -> list[int]:
         """The request's blocks of one role in token order."""
         return list(self._sequence(request_id).blocks[self._pool(role).config.role])
@@ -321,6 +326,7 @@ class KVCacheManagerV2:
             self._tables[role][sequence.row],
         )
         old = len(blocks)
+        self.table_version += length != old
         if length > old:
             blocks += pool.take(length - old)
             row[old:length] = torch.tensor(blocks[old:], dtype=torch.int32)

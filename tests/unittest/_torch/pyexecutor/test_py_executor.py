@@ -343,8 +343,8 @@ class Wire:
         return [m for m in self.sent if getattr(m, "request_id", None) == request_id]
 
 
-def message(request_id: int, max_tokens: int) -> NewRequest:
-    return NewRequest(request_id, PROMPT, SamplingParams(max_tokens=max_tokens))
+def message(request_id: int, max_tokens: int, **params: object) -> NewRequest:
+    return NewRequest(request_id, PROMPT, SamplingParams(max_tokens=max_tokens, **params))
 
 
 def test_loop_until_shutdown() -> None:
@@ -377,7 +377,7 @@ def test_an_exception_of_the_model_ends_the_loop() -> None:
 
 def test_logits_of_a_wrong_shape() -> None:
     with pytest.raises(RuntimeError, match=r"logits \(1, 31\), expected \(1, 32\)"):
-        Wire([message(1, 2)]).run(rule=lambda history: torch.zeros(VOCAB - 1))
+        Wire([message(1, 2, logprobs=0)]).run(rule=lambda history: torch.zeros(VOCAB - 1))
 
 
 def test_two_ranks_take_the_same_steps() -> None:

@@ -121,26 +121,32 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         """The layer's rows of the key pool, see `DSACacheLayout.key_rows`; the view is made once
         per manager."""
         if layer_idx not in self._key_rows:
-            with torch.inference_mode(
-                False
-            ):  # the view outlives the forward that asks for it first
+            # The view outlives the forward that asks for it first.
+            with torch.inference_mode(False):
                 self._key_rows[layer_idx] = self.layout.key_rows(self.kv_cache_manager, layer_idx)
         return self._key_rows[layer_idx]
 
-    def prepare(self, *, static_width: bool = False, skip_indexer: bool | None = None) -> None:
+    def prepare(
+        self,
+        *,
+        static_width: bool = False,
+        skip_indexer: bool | None = None,
+        defer: bool = False,
+    ) -> None:
         """Fill the tables for the sequences set by the model engine; those without a request id
         are padding.
 
         Args:
             static_width: keep the selection at `index_topk` columns, as a captured graph needs it.
+            defer: leave `on_update_kv_lens` to the head of the forward, which corrects the lengths
+                first; nothing reads its results before.
             skip_indexer: decides `skip_indexer_for_gen_reqs` instead of the lengths, for a capture.
         """
         super().prepare()
-        real = self.request_ids
-        self.kv_cache_manager.copy_batch_block_offsets(self.block_table, real, KEY)
-        self.kv_cache_manager.copy_batch_block_offsets(
-            self.indexer_k_cache_block_offsets, real, INDEX_KEY
-        )
+        if self.max_draft_len:
+            self.staging.copy_if_changed(self.kv_limits_cuda, self.kv_limits)
+        self._copy_block_offsets(self.block_table, KEY)
+        self._copy_block_offsets(self.indexer_k_cache_block_offsets, INDEX_KEY)
         topk, self._static_width = self.params.index_topk, static_width
         # Draft steps that choose for themselves go on where this step ends.
         longest = self.max_kv_len + self.max_draft_len
@@ -149,12 +155,22 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         self.skip_indexer_for_gen_reqs = (
             self._is_short(gen_lens) if skip_indexer is None else skip_indexer
         )
-        shortest = min(k - s + 1 for k, s in zip(self.kv_lens, self.seq_lens, strict=True))
+        # The host may count on drafts of the step in flight that turn out to be wrong.
+        firsts = (k - s + 1 for k, s in zip(self.kv_lens, self.seq_lens, strict=True))
+        shortest = min(firsts) - self.max_draft_len
         self._rows_are_full = (
             not static_width and not self.num_contexts and shortest >= self.selection_width
         )
         self.selection = None
-        self.on_update_kv_lens()
+        if not defer:
+            self.on_update_kv_lens()
+
+    def _copy_block_offsets(self, table: torch.Tensor, role: str) -> None:
+        """Upload the batch's rows, unless the device holds this version of them."""
+        manager = self.kv_cache_manager
+        if self.staging.is_news(table, (manager.table_version, tuple(self.request_ids))):
+            self.staging.num_uploads += 1
+            manager.copy_batch_block_offsets(table, self.request_ids, role)
 
     def _is_short(self, kv_lens: list[int]) -> bool:
         """Whether rows of these requests choose all their keys, to the end of the draft loop."""
@@ -290,7 +306,7 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         if self.num_contexts:  # they become generation rows, which no graph has
             self.skip_indexer_for_gen_reqs = self._is_short(self.kv_lens)
         self._saved_lens = (self.seq_lens_cuda[:n].clone(), self.kv_lens_cuda[:n].clone())
-        self.seq_lens_cuda[:n] = 1
+        self.seq_lens_cuda[:n] = 1  # and back in `end_draft_rows`, so staging stays right
         self.num_contexts, self.seq_lens = 0, [1] * n
         self._count_tokens()
         self.advance_draft_rows(positions)

@@ -28,6 +28,7 @@ class ScatteredBlocks:
     """
 
     tokens_per_block, max_blocks_per_seq = TOKENS_PER_BLOCK, MAX_BLOCKS
+    table_version = 0
 
     def __init__(self, lengths: dict[int, int], seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
