@@ -274,7 +274,7 @@ def copy(names: tuple[str, ...], source: Path, out: Path) -> None:
         shutil.copyfile(source / name, out / name)
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--format", choices=("fp8", "nvfp4"), help="how to quantize")
     parser.add_argument(
@@ -283,7 +283,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=MAX_LAYERS, help="layers of the slice")
     parser.add_argument("--model", type=Path, default=Path(__file__).parent / "checkpoint")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.slice is None and args.format is None:
         parser.error("give --format, --slice or both")
     if args.slice is not None and not 1 <= args.slice <= 16:

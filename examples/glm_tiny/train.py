@@ -117,7 +117,7 @@ class Trainer:
         self.model.set_topk(topk)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        whole = step % 2 == 1  # the draft chain and the indexers follow with half the updates
+        whole = step % 3 == 2  # the draft chain and the indexers follow with fewer updates
         losses = total_loss(self.model, batch, topk, self.watch, self.balancer, whole)
         self.optimizer.zero_grad()
         sum(losses.values()).backward()

@@ -131,7 +131,7 @@ def peer_answers(args: LlmArgs, samples: Sequence[Sample]) -> list[str]:
     from transformers import AutoTokenizer
 
     config = args.executor_config()
-    model = transformers_model.load(config.model, config.device, config.dtype)
+    model = transformers_model.load(config.model, config.device, config.dtype, config.num_threads)
     tokenizer: Any = AutoTokenizer.from_pretrained(args.tokenizer_dir)
     found: list[str] = [""] * len(samples)
     batches = same_length_batches([_encode(tokenizer, sample) for sample in samples])

@@ -1,7 +1,6 @@
 """glm_tiny: its data, tokenizer, checkpoint, exports and training, and that it really answers."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -338,11 +337,6 @@ def check_nvfp4(written: dict[str, torch.Tensor], name: str, weight: torch.Tenso
     assert ((unpack(packed) * unit - weight).abs() <= (gap + over) * unit * (1 + 1e-5)).all()
 
 
-def run_export(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(FOLDER / "export.py"), *args]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.parametrize("tp", [1, 2, 16])
 def test_slice_has_one_ranks_shapes(tmp_path: Path, tp: int) -> None:
     export.export_slice("nvfp4", tp, 8, CHECKPOINT, tmp_path)
@@ -364,9 +358,12 @@ def test_slice_has_one_ranks_shapes(tmp_path: Path, tp: int) -> None:
         ([], "give --format, --slice or both"),
     ],
 )
-def test_export_refuses_bad_values(tmp_path: Path, args: list[str], says: str) -> None:
-    result = run_export(*args, "--out", str(tmp_path / "out"))
-    assert result.returncode == 2 and says in result.stderr
+def test_export_refuses_bad_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        export.arguments([*args, "--out", str(tmp_path / "out")])
+    assert stopped.value.code == 2 and says in capsys.readouterr().err
 
 
 def test_two_training_steps_repeat_bit_for_bit(tmp_path: Path) -> None:

@@ -86,11 +86,7 @@ def _serve(
 def _load(
     model: Path, device: str, dtype: str, num_threads: int | None
 ) -> Callable[[BenchRequest], Run]:
-    import torch
-
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-    loaded = transformers_model.load(model, device, dtype)
+    loaded = transformers_model.load(model, device, dtype, num_threads)
     loaded.generation_config.eos_token_id = None  # every request has its full output length
     return lambda request: _generate(loaded, request)
 
