@@ -1,7 +1,7 @@
 """Small text tasks with one right answer each: the data that the tiny GLM learns and is tested on.
 
-Every task is a function `rng -> (prompt, answer)`. Answers are 10 to 40 tokens long and follow from
-the prompt alone. A prompt belongs to the held-out set by its own content (`is_heldout`), so no
+Every task is a function `rng -> (prompt, answer)`. Answers are about 8 to 50 tokens long and follow
+from the prompt alone. A prompt belongs to the held-out set by its own content (`is_heldout`), so no
 order of drawing can ever leak one into training. Standard library only: servers and evaluators
 may import it.
 """

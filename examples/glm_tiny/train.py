@@ -22,7 +22,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats bi
 import torch
 from data import heldout_examples, training_examples
 from evaluate import HELDOUT, Batch, heldout_batch, measure, pad, quick
-from losses import Balancer, Watch, total_loss
+from losses import MTP_WEIGHT, Balancer, Watch, total_loss
 from model import TinyGlm, hub_config, initialise, load, save
 from tokenizer import STOPS, VOCAB_SIZE, build, encode
 from tokenizer import save as save_tokenizer
@@ -43,6 +43,7 @@ class Options:
     batch: int
     examples: int
     lr: float
+    draft_every: int
 
 
 def topk_at(progress: float, final: int) -> int:
@@ -117,7 +118,8 @@ class Trainer:
         self.model.set_topk(topk)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        whole = step % 3 == 2  # the draft chain and the indexers follow with fewer updates
+        # the draft chain and the indexers cost as much as the rest and need fewer updates
+        whole = (step + 1) % self.options.draft_every == 0
         losses = total_loss(self.model, batch, topk, self.watch, self.balancer, whole)
         self.optimizer.zero_grad()
         sum(losses.values()).backward()
@@ -168,9 +170,9 @@ def plot(history: list[dict[str, float]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    steps = [point["step"] for point in history]
+    steps, half = [point["step"] for point in history], f"draft chain x {MTP_WEIGHT}"
     figure, (upper, lower) = pyplot.subplots(2, 1, sharex=True, figsize=(8, 7))
-    for name, label in (("lm", "next token"), ("mtp", "draft chain"), ("index", "indexers (KL)")):
+    for name, label in (("lm", "next token"), ("mtp", half), ("index", "indexers (KL)")):
         upper.plot(steps, [point[name] for point in history], label=label)
     for name, label in (("exact_match", "exact match"), ("mtp_next_next", "MTP next-next token")):
         lower.plot(steps, [point[name] for point in history], label=label)
@@ -201,13 +203,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32, help="sequences per step")
     parser.add_argument("--examples", type=int, default=100_000, help="different training rows")
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--draft-every", type=int, default=3, help="steps per draft, indexer loss")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads: part of the bits")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoint")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds; then stop")
     args = parser.parse_args()
-    if min(args.steps, args.batch, args.examples, args.threads) < 1:
-        parser.error("--steps, --batch, --examples and --threads must be positive")
+    counts = ("steps", "batch", "examples", "draft_every", "threads")
+    for name in counts:
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be positive, not {getattr(args, name)}")
     return args
 
 
@@ -216,7 +221,7 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("high")
     torch.set_num_threads(args.threads)
-    options = Options(args.steps, args.batch, args.examples, args.lr)
+    options = Options(args.steps, args.batch, args.examples, args.lr, args.draft_every)
     write_data(args.out)
     rows, heldout = training_batch(args.out, options), heldout_batch(args.out)
     model = new_model(args.out).to(args.device)

@@ -368,7 +368,7 @@ def test_export_refuses_bad_values(
 
 def test_two_training_steps_repeat_bit_for_bit(tmp_path: Path) -> None:
     train.write_data(tmp_path)
-    options = train.Options(steps=2, batch=8, examples=64, lr=1e-3)
+    options = train.Options(steps=2, batch=8, examples=64, lr=1e-3, draft_every=2)
 
     def weights() -> dict[str, torch.Tensor]:
         rows = train.training_batch(tmp_path, options)

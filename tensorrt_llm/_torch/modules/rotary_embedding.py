@@ -28,12 +28,12 @@ def apply_rotary(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
     """Rotate in fp32 and round once.
 
     Args:
-        x: [tokens, heads, dim], any float dtype.
+        x: [tokens, heads, dim], any float dtype; fp32 with even strides and offset, so that its
+            pairs are complex numbers as they lie.
         rotations: complex64 [tokens, 1, dim / 2].
 
     Returns:
         A new tensor like x; the pairs stay interleaved.
     """
-    tokens, heads, dim = x.shape
-    pairs = torch.view_as_complex(x.float().reshape(tokens, heads, dim // 2, 2))
-    return torch.view_as_real(pairs * rotations).view(tokens, heads, dim).to(x.dtype)
+    pairs = x.float().view(torch.complex64)
+    return (pairs * rotations).view(torch.float32).to(x.dtype)

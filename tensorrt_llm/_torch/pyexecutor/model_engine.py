@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from tensorrt_llm._torch.attention.backends.sparse.dsa.metadata import DSAtrtllmAttentionMetadata
 from tensorrt_llm._torch.models.modeling_deepseekv3 import GlmMoeDsaForCausalLM
@@ -197,24 +198,21 @@ class PyTorchModelEngine:
         return _pack(outputs, best, inputs.num_contexts)
 
     def _preprocess_inputs(self, inputs: StepInputs) -> None:
-        """Correct the cache lengths by what the step in flight really accepted, then derive from them."""
+        """Correct the cache lengths by what the step in flight really accepted, then derive from
+        them."""
         metadata, store, n = self.attn_metadata, self.store, inputs.num_seqs
-        corrected = store.corrected[:n]
-        offsets = store.kv_correction[corrected.clamp(min=0)].masked_fill(corrected < 0, 0)
-        metadata.kv_lens_cuda[:n] += offsets
+        if self.worker.max_draft_len:  # without drafts the host is never wrong
+            corrected = store.corrected[:n]
+            offsets = store.kv_correction[corrected.clamp(min=0)].masked_fill(corrected < 0, 0)
+            metadata.kv_lens_cuda[:n] += offsets
         metadata.on_update_kv_lens()
 
 
 def _pack(outputs: SpecOutputs, best: torch.Tensor, num_contexts: int) -> torch.Tensor:
     """One tensor for one transfer. Ids are below 2^53, so float64 holds them and the logits."""
-    n, rows = outputs.new_tokens.shape
-    largest = best.new_zeros(n, rows)
-    largest[:num_contexts, 0] = best[:num_contexts]
-    largest[num_contexts:] = best[num_contexts:].view(-1, rows)
-    parts = [
-        outputs.new_tokens_lens.unsqueeze(1),
-        outputs.new_tokens,
-        outputs.next_draft_tokens,
-        largest,
-    ]
-    return torch.cat([part.double() for part in parts], dim=1)
+    rows = outputs.new_tokens.shape[1]
+    contexts = F.pad(best[:num_contexts].unsqueeze(1), (0, rows - 1))
+    largest = torch.cat([contexts, best[num_contexts:].view(-1, rows)])
+    counts = outputs.new_tokens_lens.unsqueeze(1)
+    integers = torch.cat([counts, outputs.new_tokens, outputs.next_draft_tokens], dim=1)
+    return torch.cat([integers.double(), largest.double()], dim=1)

@@ -20,7 +20,6 @@ import torch
 
 from tensorrt_llm._torch.pyexecutor.llm_request import LlmRequest, has_penalties
 from tensorrt_llm._torch.pyexecutor.messages import Logprob, TokenLogprobs
-from tensorrt_llm.sampling_params import SamplingParams
 
 _LOGPROB_ROWS = 128  # rows of a prompt that are normalised at a time; bounds the scratch memory
 

@@ -53,11 +53,12 @@ class TokenStore:
 
     def update(self, slots: torch.Tensor, outputs: SpecOutputs, num_contexts: int) -> None:
         """Keep a step's outputs."""
-        assumed = outputs.new_tokens.shape[1]
-        correction = (outputs.new_tokens_lens - assumed).int()
-        correction[:num_contexts] = 0
         self.next_new_tokens[slots] = outputs.next_new_tokens
-        self.kv_correction[slots] = correction
+        assumed = outputs.new_tokens.shape[1]
+        if assumed > 1:
+            correction = (outputs.new_tokens_lens - assumed).int()
+            correction[:num_contexts] = 0
+            self.kv_correction[slots] = correction
 
 
 class SequenceResult(NamedTuple):

@@ -102,15 +102,15 @@ class SpecWorkerBase:
         spec_metadata: SpecMetadata,
         draft_model: Any,
     ) -> SpecOutputs:
-        """Accept without drafting: with no drafts to verify, the step's tokens are the target's.
+        """Without drafts there is nothing to verify: the step's tokens are the target's.
 
         Args:
             input_ids: int64 [tokens], the target's input.
             hidden_states: [tokens, hidden], after the target's final norm.
             target_tokens: int64 [contexts + generations * (1 + K)].
         """
-        accepted, counts = self.accept_draft_tokens(target_tokens, spec_metadata)
-        return SpecOutputs(accepted, counts, accepted[:, :0], accepted)
+        tokens = target_tokens.unsqueeze(1)
+        return SpecOutputs(tokens, torch.ones_like(target_tokens), tokens[:, :0], tokens)
 
     def draft_argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """Greedy token of each row: [rows, vocab / tp] of this rank -> int64 [rows], equal on all.
