@@ -10,11 +10,16 @@ class AllReduce:
     """Sum over the tensor-parallel ranks, bitwise the same on all of them.
 
     On the CPU the partial sums are gathered and added in rank order in fp32, so the result depends
-    neither on the transport nor on timing. On CUDA it is NCCL's all-reduce.
+    neither on the transport nor on timing. On CUDA it is NCCL's all-reduce, in place.
+
+    Args:
+        workspace_tag: whose buffers to take, where a strategy keeps some between calls: users of
+            different tags share none, and None is the model's own. Gloo and NCCL keep none.
     """
 
-    def __init__(self, mapping: Mapping) -> None:
+    def __init__(self, mapping: Mapping, workspace_tag: str | None = None) -> None:
         self.mapping = mapping
+        self.workspace_tag = workspace_tag
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: any shape, this rank's partial sum -> the sum, same shape and dtype."""

@@ -73,24 +73,44 @@ class Eagle3OneModelWorker(SpecWorkerBase):
     ) -> torch.Tensor:
         """int64 [seqs, K]: the first step on all rows, the later ones on one row per request."""
         drafts = []
-        positions, rows = attn_metadata.position_ids, attn_metadata.last_accepted_rows(counts)
+        positions = attn_metadata.position_ids
+        rows: torch.Tensor | slice = attn_metadata.last_accepted_rows(counts)
         attn_metadata.set_mtp_num_accepted(counts)
-        attn_metadata.set_in_mtp_draft_loop(self.index_share)
+        attn_metadata.set_in_mtp_draft_loop(self.index_share and self._leaves_verify_rows)
         for step in range(self.max_draft_len):
             hidden_states = draft_model(ids, hidden_states, positions, attn_metadata)
+            scored, hidden_states = self._select(hidden_states, rows)
             if step == 0:
-                hidden_states, positions = hidden_states[rows], positions[rows]
                 attn_metadata.set_in_mtp_draft_loop(False)
                 attn_metadata.set_skip_topk(self.index_share)
-                attn_metadata.begin_draft_rows(self._next(positions, attn_metadata))
+            if step == 0 and self._leaves_verify_rows:
+                attn_metadata.begin_draft_rows(self._next(positions[rows], attn_metadata))
             elif step < self.max_draft_len - 1:
-                attn_metadata.advance_draft_rows(self._next(positions, attn_metadata))
-            ids = self.draft_argmax(draft_model.lm_head.local_logits(hidden_states))
+                attn_metadata.advance_draft_rows(self._next(positions[rows], attn_metadata))
+            ids = self.draft_argmax(draft_model.lm_head.local_logits(scored))
             drafts.append(ids)
-            positions = attn_metadata.position_ids
+            positions, rows = attn_metadata.position_ids, self._later_rows(attn_metadata)
         attn_metadata.set_skip_topk(False)
-        attn_metadata.end_draft_rows()
+        if self._leaves_verify_rows:
+            attn_metadata.end_draft_rows()
         return torch.stack(drafts, dim=1)
+
+    @property
+    def _leaves_verify_rows(self) -> bool:
+        """Whether the loop moves on to draft rows, which without a second step nothing reads."""
+        return self.max_draft_len > 1 or not self.tail_trim
+
+    def _select(
+        self, hidden_states: torch.Tensor, rows: torch.Tensor | slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the LM head's input, the next step's): the same rows, once if trimmed, else twice."""
+        chosen = hidden_states[rows]
+        return chosen, chosen if self.tail_trim else hidden_states[rows]
+
+    def _later_rows(self, attn_metadata: DSAtrtllmAttentionMetadata) -> torch.Tensor | slice:
+        """Where each request's row is after the first step: in order, so that a prefix has them."""
+        n = attn_metadata.num_seqs
+        return slice(n) if self.tail_trim else attn_metadata.batch_indices_cuda[:n]
 
     @staticmethod
     def _next(positions: torch.Tensor, attn_metadata: DSAtrtllmAttentionMetadata) -> torch.Tensor:

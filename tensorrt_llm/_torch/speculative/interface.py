@@ -8,6 +8,10 @@ import torch
 
 from tensorrt_llm._torch.distributed import allgather
 from tensorrt_llm._torch.speculative.forced_acceptance import ForcedAcceptance
+from tensorrt_llm._torch.speculative.mtp_tail_trim import (
+    DraftArgmaxExchange,
+    mtp_tail_trim_enabled,
+)
 from tensorrt_llm.mapping import Mapping
 
 
@@ -61,11 +65,19 @@ class SpecOutputs:
 
 
 class SpecWorkerBase:
-    """Acceptance, and the choice of draft tokens over a vocabulary that is split over the ranks."""
+    """Acceptance, and the choice of draft tokens over a vocabulary that is split over the ranks.
+
+    Building one is collective, see `DraftArgmaxExchange`.
+
+    Attributes:
+        tail_trim: the gate of `mtp_tail_trim`.
+    """
 
     def __init__(self, max_draft_len: int, mapping: Mapping) -> None:
         self.max_draft_len = max_draft_len
         self.mapping = mapping
+        self.tail_trim = mtp_tail_trim_enabled()
+        self.argmax_exchange = DraftArgmaxExchange(mapping, wanted=self.tail_trim)
         self.forced = ForcedAcceptance.from_env()
 
     def accept_draft_tokens(
@@ -119,6 +131,8 @@ class SpecWorkerBase:
         """
         if not self.mapping.has_tp():
             return logits.argmax(dim=-1)
+        if self.tail_trim:
+            return draft_tokens_from_gathered(self.argmax_exchange(logits))
         pairs = local_max_and_index(logits, self.mapping)
         return draft_tokens_from_gathered(allgather(pairs, self.mapping, dim=-1))
 

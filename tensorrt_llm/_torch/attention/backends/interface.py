@@ -49,6 +49,7 @@ class AttentionMetadata:
         kv_lens_cuda: int32 [max_num_requests], cached tokens after this step; 0 marks a padding
             row.
         kv_lens: the same on the host.
+        batch_indices_cuda: int64 [max_num_requests], 0, 1, 2, ...
         num_seqs, num_generations, num_tokens, num_ctx_tokens: counts of the step, padding included.
     """
 
@@ -73,6 +74,7 @@ class AttentionMetadata:
         self.num_seqs = self.num_generations = self.num_tokens = self.num_ctx_tokens = 0
         self.seq_lens_cuda = torch.ones(max_num_requests, dtype=torch.int32, device=device)
         self.kv_lens_cuda = torch.zeros(max_num_requests, dtype=torch.int32, device=device)
+        self.batch_indices_cuda = torch.arange(max_num_requests, device=device)
 
     @property
     def max_kv_len(self) -> int:
