@@ -1,4 +1,5 @@
-"""Uploads of small host vectors between two steps, without repeating what the device already holds."""
+"""Uploads of small host vectors between two steps, without repeating what the device already
+holds."""
 
 from collections.abc import Sequence
 
@@ -24,7 +25,8 @@ class HostStaging:
             self.copy(dst, values)
 
     def is_news(self, dst: torch.Tensor, content: object) -> bool:
-        """Whether dst does not hold `content` yet (values, or a version of them); notes that it will."""
+        """Whether dst does not hold `content` yet (values, or a version of them); notes that it
+        will."""
         if self._held.get(dst.data_ptr()) == content:
             return False
         self._held[dst.data_ptr()] = content

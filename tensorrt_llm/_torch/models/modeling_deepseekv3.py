@@ -186,15 +186,16 @@ class DeepseekV3MTP(nn.Module):
         rotations: torch.Tensor,
         attn_metadata: DSAtrtllmAttentionMetadata,
     ) -> torch.Tensor:
-        """All [tokens, hidden]: embeddings of the next tokens, hidden states after the model's final
-        norm or an earlier draft step -> hidden states after `shared_head.norm`."""
+        """All [tokens, hidden]: embeddings of the next tokens, hidden states after the model's
+        final norm or an earlier draft step -> hidden states after `shared_head.norm`."""
         both = torch.cat([self.enorm(embeddings), self.hnorm(hidden_states)], dim=-1)
         out, residual = self.block(self.eh_proj(both), None, rotations, attn_metadata)
         return self.shared_head_norm.add_norm(out, residual)[0]
 
 
 class MTPDraftModel(nn.Module):
-    """The draft side of the one model: MTP layers that share embedding and LM head with the target."""
+    """The draft side of the one model: MTP layers that share embedding and LM head with the
+    target."""
 
     def __init__(self, config: ModelConfig, model: DeepseekV3Model, lm_head: LMHead) -> None:
         super().__init__()

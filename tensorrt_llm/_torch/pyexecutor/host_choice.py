@@ -10,8 +10,8 @@ from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests
 class HostChoice:
     """Called with a step's logits between the target model and the draft loop.
 
-    Each row of a generation request is sampled as if the drafts before it were part of the output, so
-    that sampling means the same with and without drafts. Rows after a wrong draft do not count.
+    Each row of a generation request is sampled as if the drafts before it were part of the output,
+    so that sampling means the same with and without drafts. Rows after a wrong draft do not count.
 
     Args:
         rows: logits rows of a generation request, 1 + its drafts.
@@ -30,7 +30,8 @@ class HostChoice:
         self.prompt_errors: dict[int, str] = {}
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """fp32 [rows, vocab] -> int64 [contexts + generations * rows]; contexts that go on get 0."""
+        """fp32 [rows, vocab] -> int64 [contexts + generations * rows]; contexts that go on get
+        0."""
         chosen = torch.zeros(self._num_choices, dtype=torch.int64)
         places, rows, requests, drafted = self._plan(logits)
         if requests:

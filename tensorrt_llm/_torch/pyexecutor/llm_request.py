@@ -145,7 +145,8 @@ class LlmRequest:
 
     @property
     def samples_on_host(self) -> bool:
-        """Whether its tokens need more than the largest logit: the step has to wait for the one before."""
+        """Whether its tokens need more than the largest logit: the step has to wait for the one
+        before."""
         params = self.sampling_params
         return (
             not params.greedy

@@ -1,7 +1,7 @@
 """Runs one step of the model on one rank: target, choice of tokens, and the draft loop.
 
-What a step hands to the next one (tokens, drafts, how far the guess about the cache was off) stays on
-the device in the `TokenStore`, so that the next step can be launched before this one is over.
+What a step hands to the next one (tokens, drafts, how far the guess about the cache was off) stays
+on the device in the `TokenStore`, so that the next step can be launched before this one is over.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,8 @@ class PyTorchModelEngine:
 
         Args:
             choose: makes the tokens from the logits: one row per context (its chunk's last; all its
-                rows if `batch.context_logits_needed`), then 1 + K rows per generation. None is greedy.
+                rows if `batch.context_logits_needed`), then 1 + K rows per generation. None is
+                greedy.
         """
         generations = batch.generation_requests
         greedy_decode = choose is None and not batch.context_requests
@@ -146,7 +147,8 @@ class PyTorchModelEngine:
         self._corrected.append(-1)
 
     def finish_sequences(self) -> None:
-        """Upload where the sequences live in the token store, and whose cache length was a guess."""
+        """Upload where the sequences live in the token store, and whose cache length was a
+        guess."""
         staging, store = self.attn_metadata.staging, self.store
         staging.copy_if_changed(store.slots, self._slots)
         staging.copy_if_changed(store.corrected, self._corrected)

@@ -67,7 +67,8 @@ class ModelEngine(Protocol):
         ...
 
     def launch(self, batch: ScheduledRequests, choose: Choose | None) -> StepHandle:
-        """Start a step; the tokens are the same on all ranks. `choose` as in `PyTorchModelEngine`."""
+        """Start a step; the tokens are the same on all ranks. `choose` as in
+        `PyTorchModelEngine`."""
         ...
 
 
@@ -190,7 +191,8 @@ class PyExecutor:
         self._finish(self._launch(self.scheduler.schedule()))
 
     def _iterate_overlap(self) -> None:
-        """The overlapped step: the next one is launched before the last one's tokens are looked at."""
+        """The overlapped step: the next one is launched before the last one's tokens are looked
+        at."""
         if self.scheduler.samples_on_host:
             self._land()  # the host needs the last tokens before it can sample the next ones
         previous, batch = self._flight, self.scheduler.schedule()

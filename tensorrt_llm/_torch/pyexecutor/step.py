@@ -1,4 +1,5 @@
-"""What goes into a step, what stays on the device between steps, and what comes back to the host."""
+"""What goes into a step, what stays on the device between steps, and what comes back to the
+host."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -79,8 +80,8 @@ class StepHandle:
     """A step that was launched.
 
     Args:
-        packed: float64 [seqs, columns]: number of tokens that count, 1 + K tokens, K drafts, and 1 + K
-            largest logits.
+        packed: float64 [seqs, columns]: number of tokens that count, 1 + K tokens, K drafts, and 1
+            + K largest logits.
         rows: 1 + K.
     """
 

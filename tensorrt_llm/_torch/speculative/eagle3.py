@@ -50,8 +50,8 @@ class Eagle3OneModelWorker(SpecWorkerBase):
     ) -> torch.Tensor:
         """The token after each row: int64 [tokens].
 
-        A context's are its chunk shifted by one; a generation's are the target's tokens, also in rows
-        that were rejected, whose keys later steps overwrite.
+        A context's are its chunk shifted by one; a generation's are the target's tokens, also in
+        rows that were rejected, whose keys later steps overwrite.
         """
         contexts = spec_metadata.num_contexts
         generated = accepted[contexts:].flatten()

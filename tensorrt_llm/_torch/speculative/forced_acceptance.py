@@ -1,7 +1,7 @@
 """`TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS`: pretend that a given number of drafts was right.
 
-For measurements with a pinned acceptance length. Only the counts change: what is kept are the target's
-own tokens, so the text is wrong by design.
+For measurements with a pinned acceptance length. Only the counts change: what is kept are the
+target's own tokens, so the text is wrong by design.
 """
 
 import math
@@ -22,8 +22,8 @@ STEP_STRIDE, SLOT_STRIDE = 6007, 1009
 class ForcedAcceptance:
     """Overrides the accepted counts of generation rows.
 
-    A fraction is the probability of one more, drawn from a fixed pool by a counter on the device, so
-    that all ranks draw alike and a replayed graph goes on drawing.
+    A fraction is the probability of one more, drawn from a fixed pool by a counter on the device,
+    so that all ranks draw alike and a replayed graph goes on drawing.
 
     Args:
         num_accepted: drafts to accept per request and step; 0 leaves everything alone.

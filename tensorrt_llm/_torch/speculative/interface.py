@@ -51,7 +51,8 @@ class SpecOutputs:
     """What a speculative step gives, all int64 on the device; rows as in the step.
 
     Attributes:
-        new_tokens: [seqs, 1 + max_draft_len], the target's tokens; the first `new_tokens_lens` count.
+        new_tokens: [seqs, 1 + max_draft_len], the target's tokens; the first `new_tokens_lens`
+            count.
         new_tokens_lens: [seqs], at least 1.
         next_draft_tokens: [seqs, max_draft_len].
         next_new_tokens: [seqs, 1 + max_draft_len]: the last token that counts, then the drafts: the
@@ -149,6 +150,7 @@ def local_max_and_index(logits: torch.Tensor, mapping: Mapping) -> torch.Tensor:
 
 
 def draft_tokens_from_gathered(gathered: torch.Tensor) -> torch.Tensor:
-    """[rows, 2 * tp] as [id0, value0, id1, value1, ...] -> int64 [rows], the id of the largest value."""
+    """[rows, 2 * tp] as [id0, value0, id1, value1, ...] -> int64 [rows], the id of the largest
+    value."""
     ids, values = gathered[:, 0::2], gathered[:, 1::2]
     return ids.gather(1, values.argmax(dim=-1, keepdim=True)).squeeze(1).long()

@@ -279,7 +279,8 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         self.indexer_skip_topk = skip
 
     def last_accepted_rows(self, num_accepted: torch.Tensor) -> torch.Tensor:
-        """int64 [num_seqs]: each context's last row, each generation's row of the last accepted token.
+        """int64 [num_seqs]: each context's last row, each generation's row of the last accepted
+        token.
 
         Args:
             num_accepted: int [num_seqs], at least 1; contexts' entries do not matter.
@@ -300,7 +301,8 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         self.shared_selection = Selection(chosen.indices[rows], chosen.slots[rows], bias)
 
     def begin_draft_rows(self, positions: torch.Tensor) -> None:
-        """From here on one row per request, at `positions` int64 [num_seqs]; see `end_draft_rows`."""
+        """From here on one row per request, at `positions` int64 [num_seqs]; see
+        `end_draft_rows`."""
         n = self.num_seqs
         self._verify_rows = (self.num_contexts, self.seq_lens, self.kv_lens)
         if self.num_contexts:  # they become generation rows, which no graph has
