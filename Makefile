@@ -3,6 +3,7 @@ PYTHON ?= python3
 HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?= examples/glm_tiny/checkpoint
+NAME ?= glm_tiny
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,7 +14,7 @@ CPP_FILES = $(shell find cpp -name '*.cu' -o -name '*.cpp' -o -name '*.cuh' -o -
 .PHONY: serve test lint install format clean
 
 serve: $(VENV)/installed
-	$(BIN)/trtllm-serve $(MODEL) --host $(HOST) --port $(PORT)
+	$(BIN)/trtllm-serve $(MODEL) --served_model_name $(NAME) --host $(HOST) --port $(PORT)
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest $(ARGS)
