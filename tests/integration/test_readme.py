@@ -28,9 +28,11 @@ def answer() -> dict[str, object]:
 
 def test_the_request_gets_the_answer(answer):
     port = free_port()
-    server = str(Path(sys.executable).parent / "trtllm-serve")
-    command = [server, str(ROOT / CHECKPOINT), "--host", "127.0.0.1", "--port", str(port)]
     body = json.loads(only(r"-d '(\{.*?\})'\n"))
+    server = str(Path(sys.executable).parent / "trtllm-serve")
+    # As `make serve` does it, but for the port and the directory.
+    command = [server, str(ROOT / CHECKPOINT), "--served_model_name", body["model"]]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
     with ServerProcess(command, port) as running:
         running.wait_ready()
         response = running.http.post("/v1/chat/completions", json=body).json()
@@ -38,6 +40,12 @@ def test_the_request_gets_the_answer(answer):
     assert response.keys() == answer.keys()
     for key in response.keys() - set(unlike_on_every_call):
         assert response[key] == answer[key], key
+
+
+def test_make_serve_serves_that_model(answer):
+    variables = dict(re.findall(r"^(\w+) \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert (variables["MODEL"], variables["NAME"]) == (CHECKPOINT, answer["model"])
+    assert f"http://{variables['HOST']}:{variables['PORT']}/" in README
 
 
 def test_the_script_prints_the_answer(answer):

@@ -3,6 +3,8 @@ nowhere."""
 
 import torch
 
+from tensorrt_llm._torch.custom_ops.fp8 import E4M3_MAX
+
 try:
     import triton
     import triton.language as tl
@@ -16,8 +18,10 @@ def scatter_rows(rows: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) 
     Args:
         rows: [num_rows, width], contiguous rows of a pool.
         slots: int64 [tokens], distinct where not negative.
-        values: [tokens, width], cast to the rows' dtype.
+        values: [tokens, width], cast to the rows' dtype; e4m3 saturates at 448.
     """
+    if rows.dtype == torch.float8_e4m3fn:  # unit scale; not every torch saturates in the cast
+        values = values.clamp(-E4M3_MAX, E4M3_MAX)
     values = values.to(rows.dtype)
     if not rows.is_cuda and rows.dtype.itemsize > 1:  # torch has no index_copy_ for fp8
         try:

@@ -83,7 +83,10 @@ def test_every_unsupported_flag_is_refused_as_such() -> None:
         ("max_batch_sise: 4", ["max_batch_sise", "max_batch_size"]),
         ("max_batch_size: four", ["max_batch_size", "'four'"]),
         ("kv_cache_config: {dtyp: fp8}", ["dtyp", "'dtype'"]),
-        ("speculative_config: {decoding_type: MTP}", ["speculative_config", "not supported"]),
+        (
+            "speculative_config: {decoding_type: NGram}",
+            ["speculative_config.decoding_type", "NGram"],
+        ),
         ("skip_tokenizer_init: true", ["skip_tokenizer_init", "tokenizer"]),
         ("- 1", ["mapping"]),
         ("a: [", ["YAML"]),

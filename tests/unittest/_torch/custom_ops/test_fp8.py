@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
+from tensorrt_llm._torch.custom_ops.cache_ops import scatter_rows
 from tensorrt_llm._torch.custom_ops.fp8 import num_scales, quantize_e4m3_ue8m0
 
 BLOCK = 128
@@ -102,10 +103,12 @@ def test_torch_reads_e4m3_bytes_as_the_format_says() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_casts_to_e4m3_saturate(device) -> None:
-    """Latents are cached at unit scale without a clamp: no large value may become NaN."""
-    values = torch.linspace(440, 70000, 133, device=device)
+def test_cached_e4m3_rows_saturate(device) -> None:
+    """Latents are cached at unit scale: no large value may become NaN."""
+    values = torch.linspace(440, 70000, 133, device=device).unsqueeze(1)
+    slots = torch.arange(133, device=device)
     for sign in (-1, 1):
         for dtype in (torch.float32, torch.bfloat16):
-            cast = (sign * values).to(dtype).to(torch.float8_e4m3fn)
-            assert (cast.float() * sign == 448).all()
+            rows = torch.zeros(133, 1, device=device).to(torch.float8_e4m3fn)
+            scatter_rows(rows, slots, (sign * values).to(dtype))
+            assert (rows.float() * sign == 448).all()

@@ -13,12 +13,14 @@ from helpers.glm_oracle import (
     oracle_generate,
     random_prompt,
 )
+from tokenizers import Tokenizer
 
 from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import Role
 
 pytestmark = pytest.mark.gpu
 
 NEW_TOKENS = 64
+GLM_TINY = Path(__file__).parents[4] / "examples" / "glm_tiny" / "checkpoint"
 # Per-rank shapes of GLM-5.2 at tp 16, as one rank of its own.
 SLICE = {
     "hidden_size": 6144,
@@ -39,6 +41,8 @@ SLICE = {
     "index_head_dim": 128,
     "index_topk": 2048,
     "num_hidden_layers": 8,
+    "num_nextn_predict_layers": 1,
+    "index_share_for_mtp_iteration": True,
     "first_k_dense_replace": 3,
     "max_position_embeddings": 8192,
     "eos_token_id": [9000],
@@ -76,13 +80,14 @@ def test_tokens_equal_transformers(variant, graphs, tmp_path) -> None:
     assert generate(engine, prompts, NEW_TOKENS) == expected
 
 
+@pytest.mark.parametrize("draft_len", [0, 3])
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
-def test_slice_graph_equals_eager(kv_cache_dtype, slice_directory) -> None:
+def test_slice_graph_equals_eager(kv_cache_dtype, draft_len, slice_directory) -> None:
     """GLM-5.2's per-rank shapes with random bf16 weights, below and above index_topk."""
     prompts = [random_prompt(n, seed=n, vocab=9000) for n in (33, 2030, 2500)]
     answers = []
     for graphs in ((), (1,)):
-        engine = make_engine(_slice_config(slice_directory, kv_cache_dtype, graphs))
+        engine = make_engine(_slice_config(slice_directory, kv_cache_dtype, graphs, draft_len))
         answers.append([generate(engine, [p], NEW_TOKENS)[0] for p in prompts])
         del engine
         torch.cuda.empty_cache()
@@ -91,7 +96,7 @@ def test_slice_graph_equals_eager(kv_cache_dtype, slice_directory) -> None:
 
 
 def test_slice_activations_stay_finite(slice_directory) -> None:
-    engine = make_engine(_slice_config(slice_directory, "auto", ()))
+    engine = make_engine(_slice_config(slice_directory, "auto", (), 0))
     outputs = []
     for layer in engine.model_engine.model.model.layers:
         layer.register_forward_hook(lambda _m, _a, out: outputs.append(out[0] + out[1]))
@@ -124,7 +129,45 @@ def test_padding_rows_write_nowhere(kv_cache_dtype, tmp_path) -> None:
         assert bool((cache.pool(role)[held:] == 0x5A).all())
 
 
-def _slice_config(directory: Path, kv_cache_dtype: str, graphs: tuple[int, ...]):
+@pytest.mark.parametrize("draft_len", [0, 3])
+@pytest.mark.parametrize("graphs", [(), (8,)], ids=["eager", "graphs"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_glm_tiny_answers_in_bf16(kv_cache_dtype, graphs, draft_len) -> None:
+    """The trained checkpoint's held-out questions: bf16 has other bits, but the same answers."""
+    asked = [
+        json.loads(line) for line in (GLM_TINY / "heldout.jsonl").read_text().splitlines()[::6]
+    ]
+    tokenizer = Tokenizer.from_file(str(GLM_TINY / "tokenizer.json"))
+    prompts = [_chat(tokenizer, line["messages"][0]["content"]) for line in asked]
+    engine = make_engine(
+        executor_config(
+            GLM_TINY,
+            device="cuda",
+            dtype="bfloat16",
+            kv_cache_dtype=kv_cache_dtype,
+            latent_norm_eps=None,
+            max_seq_len=256,
+            max_draft_len=draft_len,
+            disable_overlap_scheduler=False,
+            cuda_graph_batch_sizes=graphs,
+        )
+    )
+    answers = [tokenizer.decode(_until_stop(ids)) for ids in generate(engine, prompts, 80)]
+    right = sum(a.strip() == line["answer"] for a, line in zip(answers, asked, strict=True))
+    assert right >= 0.9 * len(asked)
+
+
+def _chat(tokenizer: Tokenizer, question: str) -> list[int]:
+    text = f"[gMASK]<sop><|user|>\n{question}<|assistant|>\n"
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def _until_stop(ids: list[int]) -> list[int]:
+    stops = json.loads((GLM_TINY / "generation_config.json").read_text())["eos_token_id"]
+    return ids[: next((i for i, token in enumerate(ids) if token in stops), len(ids))]
+
+
+def _slice_config(directory: Path, kv_cache_dtype: str, graphs: tuple[int, ...], draft_len: int):
     return executor_config(
         directory,
         device="cuda",
@@ -136,5 +179,6 @@ def _slice_config(directory: Path, kv_cache_dtype: str, graphs: tuple[int, ...])
         max_batch_size=1,
         max_num_tokens=4096,
         max_seq_len=4096,
+        max_draft_len=draft_len,
         cuda_graph_batch_sizes=graphs,
     )
