@@ -29,6 +29,7 @@ class CompletionOutput:
         logprobs: per generated token, token id -> Logprob.
         finish_reason: None while it goes on.
         stop_reason: the stop id or stop string that ended it.
+        decoding_iter: steps that brought tokens.
         text_diff, token_ids_diff, logprobs_diff: what the latest step added.
     """
 
@@ -39,6 +40,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    decoding_iter: int = 0
     text_diff: str = ""
     token_ids_diff: list[int] = field(default_factory=list)
     logprobs_diff: list[TokenLogprobs] = field(default_factory=list)
@@ -48,12 +50,19 @@ class CompletionOutput:
         """Number of generated tokens."""
         return len(self.token_ids)
 
+    @property
+    def avg_decoded_tokens_per_iter(self) -> float | None:
+        """Tokens per step: the acceptance length, as far as stops let it be seen; None before the
+        first."""
+        return self.length / self.decoding_iter if self.decoding_iter else None
+
     def _clear_diff(self) -> None:
         self.text_diff, self.token_ids_diff, self.logprobs_diff = "", [], []
 
     def _apply(self, response: LlmResponse, stream: TextStream | None) -> None:
         self.token_ids_diff, self.logprobs_diff = response.token_ids, response.logprobs
         self.token_ids += response.token_ids
+        self.decoding_iter += bool(response.token_ids)
         self.logprobs += response.logprobs
         if response.logprobs:
             chosen = zip(response.token_ids, response.logprobs, strict=True)

@@ -113,8 +113,28 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("trtllm_requests_waiting", "Not yet admitted", stats.num_waiting)
         yield from self._pools(stats)
         yield CounterMetricFamily("trtllm_engine_steps", "Steps of the engine", value=stats.iter)
+        yield from self._drafts(stats)
         yield CounterMetricFamily(
             "trtllm_nan_failures", "Sequences failed by NaN logits", value=stats.nan_failures
+        )
+
+    def _drafts(self, stats: EngineStats) -> Iterable[Metric]:
+        """Only with speculation; acceptance length = 1 + accepted / verified."""
+        if not stats.accepted_drafts:
+            return
+        accepted = CounterMetricFamily(
+            "trtllm_accepted_drafts", "Drafts accepted, by place in their run", labels=["position"]
+        )
+        for position, count in enumerate(stats.accepted_drafts):
+            accepted.add_metric([str(position)], count)
+        yield accepted
+        yield CounterMetricFamily(
+            "trtllm_verify_steps",
+            "Times a request's drafts were verified",
+            value=stats.verify_steps,
+        )
+        yield GaugeMetricFamily(
+            "trtllm_acceptance_length", "Tokens per verified step", stats.acceptance_length or 0.0
         )
 
     def _pools(self, stats: EngineStats) -> Iterable[Metric]:

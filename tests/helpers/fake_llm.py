@@ -30,7 +30,7 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def engine_stats(**changes: int) -> EngineStats:
+def engine_stats(**changes: Any) -> EngineStats:
     """A report of an idle engine with 10 key and 20 index key blocks."""
     idle = EngineStats(
         iter=7,

@@ -96,7 +96,13 @@ class EngineReady:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """State of the engine after a step; counters are totals since start."""
+    """State of the engine after a step; counters are totals since start.
+
+    Args:
+        verify_steps: drafts were verified so many times, counted per request.
+        accepted_drafts: how often the first, second, ... draft was accepted; empty without
+            drafting.
+    """
 
     iter: int
     num_running: int
@@ -109,6 +115,15 @@ class EngineStats:
     prompt_tokens: int
     nan_failures: int
     iter_latency_ms: float
+    verify_steps: int = 0
+    accepted_drafts: tuple[int, ...] = ()
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per verified step, the target's own included; None before the first one."""
+        if not self.verify_steps:
+            return None
+        return 1 + sum(self.accepted_drafts) / self.verify_steps
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ the outside.
 
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import torch
@@ -151,7 +151,8 @@ class PyExecutor:
         self._requests: dict[int, LlmRequest] = {}
         self._outbox: list[Outgoing] = []
         self._idle = True
-        self._counters = _Counters()
+        num_drafts = model_engine.rows_per_generation - 1
+        self._counters = _Counters(accepted_drafts=[0] * num_drafts)
 
     def ready_message(self) -> EngineReady:
         """What rank 0 tells the outside once everything is loaded and warm."""
@@ -328,6 +329,8 @@ class PyExecutor:
         for request, result in zip(batch.generation_requests, results[contexts:], strict=True):
             request.rows_in_flight -= self.model_engine.rows_per_generation
             request.num_computed_tokens += len(result.token_ids)
+            if self._is_current(request):
+                self._counters.count_verified(len(result.token_ids) - 1)
             self._take(request, result, choice)
         self._report_step(flight.start)
 
@@ -414,6 +417,8 @@ class PyExecutor:
             prompt_tokens=counters.prompt_tokens,
             nan_failures=counters.nan_failures,
             iter_latency_ms=counters.latency_ms,
+            verify_steps=counters.verify_steps,
+            accepted_drafts=tuple(counters.accepted_drafts),
         )
 
     def _blocks(self, role: Role) -> tuple[int, int]:
@@ -439,4 +444,13 @@ class _Counters:
     prompt_tokens: int = 0
     nan_failures: int = 0
     latency_ms: float = 0.0
+    verify_steps: int = 0
+    accepted_drafts: list[int] = field(default_factory=list)  # by place in the run of drafts
     reported_at: float = 0.0  # perf_counter seconds
+
+    def count_verified(self, num_accepted: int) -> None:
+        """One request's drafts were verified, and the first `num_accepted` were right."""
+        if self.accepted_drafts:
+            self.verify_steps += 1
+            for place in range(num_accepted):
+                self.accepted_drafts[place] += 1

@@ -301,6 +301,15 @@ def test_metrics_of_the_engine(http: httpx.Client, llm: FakeLLM) -> None:
     assert series(http, 'trtllm_kv_cache_usage_ratio{pool="key"}') == 0.4
 
 
+def test_metrics_of_drafts(http: httpx.Client, llm: FakeLLM) -> None:
+    llm.latest_stats = engine_stats()
+    assert "trtllm_verify_steps" not in http.get("/metrics").text  # nobody drafts
+    llm.latest_stats = engine_stats(verify_steps=10, accepted_drafts=(9, 6, 0))
+    assert series(http, "trtllm_verify_steps_total") == 10
+    assert series(http, 'trtllm_accepted_drafts_total{position="1"}') == 6
+    assert series(http, "trtllm_acceptance_length") == 2.5
+
+
 def test_metrics_of_requests(http: httpx.Client) -> None:
     gains = {
         "trtllm_prompt_tokens_total": 2,

@@ -9,7 +9,10 @@ import torch
 from helpers.engine import executor_config, generate, make_engine
 from tokenizers import Tokenizer
 
+from tensorrt_llm._torch.pyexecutor.messages import EngineStats, LlmResponse, NewRequest
 from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor
+from tensorrt_llm._torch.speculative.forced_acceptance import ENV, ForcedAcceptance
+from tensorrt_llm.sampling_params import SamplingParams
 
 CHECKPOINT = Path("examples/glm_tiny/checkpoint")
 NEW_TOKENS = 40
@@ -31,8 +34,23 @@ def engine(**overrides: object) -> PyExecutor:
     return make_engine(executor_config(CHECKPOINT, max_seq_len=256, **overrides))
 
 
-def steps_of(executor: PyExecutor) -> int:
-    return executor.stats().iter
+def answer(executor: PyExecutor, asked: list[list[int]], **params: object) -> list[list[int]]:
+    """Tokens of all prompts together, up to the model's own stop."""
+    tokens: list[list[int]] = [[] for _ in asked]
+    settings = SamplingParams(max_tokens=60, **params)
+    executor.add_requests([NewRequest(i, prompt, settings) for i, prompt in enumerate(asked)])
+    while executor.has_work:
+        for news in executor.step():
+            if isinstance(news, LlmResponse):
+                assert news.error is None
+                tokens[news.request_id] += news.token_ids
+    return tokens
+
+
+def stats_of_answers(draft_len: int) -> EngineStats:
+    executor = engine(max_draft_len=draft_len)
+    answer(executor, prompts(24)[1:])
+    return executor.stats()
 
 
 CELLS = list(itertools.product((0, 1, 3, 7), (True, False)))
@@ -71,3 +89,79 @@ def test_cuda_tokens_do_not_depend_on_drafting(draft_len, plain, graphs, expecte
     )
     assert [generate(executor, [p], NEW_TOKENS)[0] for p in prompts(8)] == expected
     assert generate(executor, prompts(8), NEW_TOKENS) == expected
+
+
+@pytest.mark.parametrize(("draft_len", "least"), [(3, 2.5), (7, 3.2)])
+def test_acceptance_length_on_heldout_prompts(draft_len, least) -> None:
+    stats = stats_of_answers(draft_len)
+    assert stats.acceptance_length is not None
+    assert stats.acceptance_length >= least
+    assert list(stats.accepted_drafts) == sorted(stats.accepted_drafts, reverse=True)
+
+
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "logprobs": 2, "frequency_penalty": 0.2}
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("draft_len", [1, 4])
+def test_sampling_means_the_same_with_drafts(draft_len, plain) -> None:
+    """Temperature, filters, penalties and the seed's stream do not notice the drafts."""
+    asked = prompts(5)
+    expected = answer(engine(), asked, **SAMPLED)
+    executor = engine(max_draft_len=draft_len, disable_overlap_scheduler=plain)
+    assert answer(executor, asked, **SAMPLED) == expected
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("max_tokens", [1, 2, 5, 6])
+def test_max_tokens_and_stop_ids_cut_inside_an_accepted_run(max_tokens, plain, expected) -> None:
+    executor = engine(max_draft_len=4, disable_overlap_scheduler=plain)
+    for prompt, tokens in list(zip(prompts(8), expected, strict=True))[3:5]:
+        assert generate(executor, [prompt], max_tokens) == [tokens[:max_tokens]]
+        stop = tokens[max_tokens]
+        until = tokens[: tokens.index(stop) + 1]
+        params = {"ignore_eos": True, "stop_token_ids": [stop]}
+        assert answer(executor, [prompt], **params) == [until]
+
+
+def test_drafts_never_pass_the_end_of_a_sequence() -> None:
+    """Prompt and output fill max_seq_len exactly: rows past it write nowhere and bring nothing."""
+    prompt = prompts(8)[-1]
+    room = len(prompt) + 13
+    settings = {"max_seq_len": room, "kv_cache_max_tokens": room, "max_batch_size": 1}
+    tokens = [
+        generate(
+            make_engine(executor_config(CHECKPOINT, max_draft_len=k, **settings)), [prompt], 13
+        )
+        for k in (0, 7)
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_forced_acceptance_sets_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV, "2")
+    executor = engine(max_draft_len=3)
+    generate(executor, prompts(4), 31)
+    stats = executor.stats()
+    assert stats.accepted_drafts == (stats.verify_steps, stats.verify_steps, 0)
+
+
+def test_forced_acceptance_draws_its_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.6: two drafts always, the third in 60 % of the steps; the same draws every time."""
+    monkeypatch.setenv(ENV, "2.6")
+    seen = []
+    for _ in range(2):
+        executor = engine(max_draft_len=3)
+        generate(executor, [prompts(4)[1]], 150)
+        seen.append(executor.stats())
+    assert seen[0].accepted_drafts == seen[1].accepted_drafts
+    steps, third = seen[0].verify_steps, seen[0].accepted_drafts[2]
+    # Four standard deviations of a binomial count.
+    assert abs(third - 0.6 * steps) <= 4 * (0.24 * steps) ** 0.5
+
+
+@pytest.mark.parametrize("value", ["two", "-1", "nan", "inf", "1,5"])
+def test_forced_acceptance_refuses_what_is_no_count(value, monkeypatch) -> None:
+    monkeypatch.setenv(ENV, value)
+    with pytest.raises(ValueError, match=f"{ENV} is '{value}'"):
+        ForcedAcceptance.from_env()
