@@ -122,15 +122,26 @@ class MLA(nn.Module):
     ) -> torch.Tensor:
         """hidden_states [tokens, hidden], rotations complex64 [tokens, 1, rope / 2] -> [tokens,
         hidden]."""
+        if metadata.indexer_skip_topk:  # later draft steps read the first one's keys, and add none
+            qr = self.q_a_layernorm(F.linear(hidden_states, self.fused_a[: self.q_lora_rank]))
+            metadata.selection = metadata.shared_selection
+        else:
+            qr = self._append_and_choose(hidden_states, rotations, metadata)
+        out = self.attention.attend(self._absorbed_queries(qr, rotations), metadata)
+        values = torch.bmm(out.transpose(0, 1), self.w_uv)
+        return self.o_proj(values.transpose(0, 1).flatten(1))
+
+    def _append_and_choose(
+        self, hidden_states: torch.Tensor, rotations: torch.Tensor, metadata: Any
+    ) -> torch.Tensor:
+        """Write the step's keys, choose among all if this layer does; the normed query latent."""
         qr, latent, *index_inputs = F.linear(hidden_states, self.fused_a).split(self.splits, dim=-1)
         qr = self.q_a_layernorm(qr)
         if self.indexer is not None:
             k, weights = index_inputs
             metadata.selection = self.indexer(qr, k, weights, rotations, metadata)
         self.attention.append(self._latent_rows(latent, rotations), metadata)
-        out = self.attention.attend(self._absorbed_queries(qr, rotations), metadata)
-        values = torch.bmm(out.transpose(0, 1), self.w_uv)
-        return self.o_proj(values.transpose(0, 1).flatten(1))
+        return qr
 
     def _latent_rows(self, latent: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
         """[tokens, kv_lora_rank + rope] as projected -> as cached: latent normed, key part

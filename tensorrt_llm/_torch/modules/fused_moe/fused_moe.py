@@ -14,7 +14,8 @@ from tensorrt_llm.mapping import Mapping
 # On CUDA, up to this many tokens take the path without a host decision, which a decode graph can
 # capture.
 MAX_GRAPH_TOKENS = 128
-# Its gathered expert weights are bounded by working on so many tokens at a time.
+# That path gathers the chosen experts' weights, so many tokens at a time. It pays for few tokens
+# anywhere, such as the rows of a verify step.
 GATHER_TOKENS = 8
 
 
@@ -63,13 +64,12 @@ class FusedMoE(nn.Module):
         Returns:
             [tokens, hidden] in x's dtype; the sum over k is in fp32.
         """
-        if not x.is_cuda:
-            return (
-                self._one_token(x, weights, ids)
-                if x.shape[0] == 1
-                else self._by_expert(x, weights, ids)
-            )
-        if x.shape[0] > MAX_GRAPH_TOKENS:
+        tokens = x.shape[0]
+        if tokens == 1 and not x.is_cuda:
+            return self._one_token(x, weights, ids)
+        if tokens <= GATHER_TOKENS:
+            return self._by_token(x, weights, ids)
+        if tokens > MAX_GRAPH_TOKENS or not x.is_cuda:
             return self._by_expert(x, weights, ids)
         tiles = zip(*(t.split(GATHER_TOKENS) for t in (x, weights, ids)), strict=True)
         return torch.cat([self._by_token(*tile) for tile in tiles])

@@ -18,8 +18,6 @@ class DSATrtllmAttention:
     def append(self, latent: torch.Tensor, metadata: DSAtrtllmAttentionMetadata) -> None:
         """latent [tokens, kv_lora_rank + rope_dim]: normed latent and rotated key of the step's
         tokens."""
-        if metadata.indexer_skip_topk:
-            return  # KV share: later draft steps read the first one's keys and add none
         scatter_rows(metadata.key_rows(self.layer_idx), metadata.slot_mapping, latent)
 
     def attend(self, q: torch.Tensor, metadata: DSAtrtllmAttentionMetadata) -> torch.Tensor:

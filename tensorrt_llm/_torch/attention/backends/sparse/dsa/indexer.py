@@ -77,9 +77,6 @@ class Indexer(nn.Module):
             weights: [tokens, n_heads], weights_proj's result.
             rotations: complex64 [tokens, 1, rope_dim / 2].
         """
-        if metadata.indexer_skip_topk:
-            assert metadata.shared_selection is not None, "no draft step has chosen yet"
-            return metadata.shared_selection
         keys = self._rotate(self.k_norm(k).unsqueeze(1), rotations).squeeze(1)
         # Written also where the choice is skipped, since later steps read it.
         self.layout.write_index_keys(
