@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.engine import executor_config, generate, make_engine
+from helpers.engine import executor_config, generate, make_engine, run_ranks
 from helpers.glm_oracle import (
     VARIANTS,
     load_oracle,
@@ -16,6 +16,7 @@ from helpers.glm_oracle import (
 from tokenizers import Tokenizer
 
 from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import Role
+from tensorrt_llm.mapping import Mapping
 
 pytestmark = pytest.mark.gpu
 
@@ -182,3 +183,35 @@ def _slice_config(directory: Path, kv_cache_dtype: str, graphs: tuple[int, ...],
         max_draft_len=draft_len,
         cuda_graph_batch_sizes=graphs,
     )
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("draft_len", [0, 3])
+@pytest.mark.parametrize("graphs", [(), (1, 4)], ids=["eager", "graphs"])
+def test_two_gpus_give_the_same_tokens(graphs, draft_len) -> None:
+    """NCCL in eager steps and inside of captured ones; fp32 tokens are those of one rank."""
+    lines = (GLM_TINY / "heldout.jsonl").read_text().splitlines()[::90]
+    tokenizer = Tokenizer.from_file(str(GLM_TINY / "tokenizer.json"))
+    prompts = [_chat(tokenizer, json.loads(x)["messages"][0]["content"]) for x in lines]
+    expected = _tiny_tokens(Mapping(), (), 0, prompts)
+    assert run_ranks(2, _tiny_tokens, graphs, draft_len, prompts, device="cuda") == [expected] * 2
+
+
+def _tiny_tokens(
+    mapping: Mapping, graphs: tuple[int, ...], draft_len: int, prompts: list[list[int]]
+) -> list[list[int]]:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    engine = make_engine(
+        executor_config(
+            GLM_TINY,
+            mapping=mapping,
+            device="cuda",
+            max_seq_len=256,
+            max_draft_len=draft_len,
+            disable_overlap_scheduler=False,
+            cuda_graph_batch_sizes=graphs,
+        )
+    )
+    alone = [generate(engine, [p], 30)[0] for p in prompts]
+    assert generate(engine, prompts, 30) == alone
+    return alone
