@@ -58,8 +58,12 @@ def serve(
         chat_template: Jinja source in place of the tokenizer's template.
     """
     host = EngineHost(load)
-    code = asyncio.run(_serve(host, OpenAIServer(host, model_name, chat_template), sock))
+    api = OpenAIServer(host, model_name, chat_template)
+    server = _Server(uvicorn.Config(api.app, log_config=None, lifespan="off"), host, api)
+    asyncio.run(_serve(host, server, sock))
     host.shutdown()
+    server.call_off_last_resort()
+    code = server.exit_code
     if host.loader is not None and host.loader.is_alive():
         # The loading thread cannot be interrupted. Its ranks end when they see this process gone.
         sys.stderr.flush()
@@ -67,14 +71,12 @@ def serve(
     return code
 
 
-async def _serve(host: EngineHost, api: OpenAIServer, sock: socket.socket) -> int:
-    server = _Server(uvicorn.Config(api.app, log_config=None, lifespan="off"), host, api)
+async def _serve(host: EngineHost, server: "_Server", sock: socket.socket) -> None:
     address, port = sock.getsockname()[:2]
     logger.info("listening on http://%s:%d, loading the model", address, port)
     life = asyncio.create_task(_live(host, server))
     await server.serve(sockets=[sock])
     life.cancel()
-    return server.exit_code
 
 
 async def _live(host: EngineHost, server: "_Server") -> None:
@@ -107,6 +109,12 @@ class _Server(uvicorn.Server):
         self.exit_code = 0
         self._host = host
         self._api = api
+        self._last_resort: threading.Timer | None = None
+
+    def call_off_last_resort(self) -> None:
+        """Everything has ended by itself: whoever called may live on."""
+        if self._last_resort is not None:
+            self._last_resort.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop accepting; unlike uvicorn's own, the signal is not raised again at the end."""
@@ -116,8 +124,8 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._host.stop()
-        last_resort = threading.Timer(_EXIT_SECONDS, os._exit, [self.exit_code])
-        last_resort.daemon = True
-        last_resort.start()
+        self._last_resort = threading.Timer(_EXIT_SECONDS, os._exit, [self.exit_code])
+        self._last_resort.daemon = True
+        self._last_resort.start()
         asyncio.get_running_loop().call_later(_DRAIN_SECONDS, self._api.abort_all)
         await super().shutdown(sockets)

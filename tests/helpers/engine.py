@@ -1,6 +1,7 @@
 """Engines for tests: configs, greedy generation without I/O, and real rank processes."""
 
 import multiprocessing
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -107,7 +108,7 @@ def run_ranks(
     failures = [error for _, error, _ in answers if error]
     if failures:
         raise RuntimeError(failures[0])
-    return [result for _, _, result in sorted(answers, key=lambda a: a[0])]
+    return [pickle.loads(result) for _, _, result in sorted(answers, key=lambda a: a[0])]
 
 
 def _rank_main(
@@ -123,7 +124,8 @@ def _rank_main(
         torch.cuda.set_device(mapping.local_rank)
     try:
         init_process_group(mapping, device, rendezvous, RANK_TIMEOUT_S)
-        results.put((mapping.rank, None, work(mapping, *args)))
+        # Plain bytes: a tensor would travel as a handle that dies with this process.
+        results.put((mapping.rank, None, pickle.dumps(work(mapping, *args))))
         destroy_process_group()
     except BaseException:
         results.put((mapping.rank, traceback.format_exc(), None))

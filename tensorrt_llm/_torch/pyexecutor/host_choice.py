@@ -65,16 +65,13 @@ class HostChoice:
                 rows.append(end - 1)
                 requests.append(request)
                 drafted.append([])
+        first = len(batch.context_requests)
         for request in batch.generation_requests:
-            first = len(batch.context_requests) + self._rows * (
-                batch.generation_requests.index(request)
-            )
-            for j in range(self._rows):
-                places.append(first + j)
-                rows.append(end + j)
-                requests.append(request)
-                drafted.append(request.draft_token_ids[:j])
-            end += self._rows
+            places += range(first, first + self._rows)
+            rows += range(end, end + self._rows)
+            requests += [request] * self._rows
+            drafted += [request.draft_token_ids[:j] for j in range(self._rows)]
+            first, end = first + self._rows, end + self._rows
         if logits.shape != (end, self._vocab_size):
             raise RuntimeError(
                 f"the model gave logits {tuple(logits.shape)}, expected {(end, self._vocab_size)}"

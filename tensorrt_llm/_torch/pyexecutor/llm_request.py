@@ -119,11 +119,6 @@ class LlmRequest:
         return len(self.tokens)
 
     @property
-    def last_token(self) -> int:
-        """The token that a generation step computes."""
-        return self.tokens[-1]
-
-    @property
     def prompt_len(self) -> int:
         return len(self.prompt_token_ids)
 

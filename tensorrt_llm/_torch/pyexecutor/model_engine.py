@@ -91,10 +91,8 @@ class PyTorchModelEngine:
         gather: list[int] = []
         self.begin_sequences(len(batch.context_requests))
         for request in batch.context_requests:
-            start, end = (
-                request.num_computed_tokens,
-                request.num_computed_tokens + request.chunk_len,
-            )
+            start = request.num_computed_tokens
+            end = start + request.chunk_len
             first = len(tokens) if batch.context_logits_needed else len(tokens) + end - start - 1
             tokens += request.prompt_token_ids[start:end]
             gather += range(first, len(tokens))

@@ -322,8 +322,8 @@ class PyExecutor:
         contexts = len(batch.context_requests)
         for i, request in enumerate(batch.context_requests):
             failure = choice.prompt_errors.get(request.request_id) if choice else None
-            if failure and self._is_current(request):
-                self._fail(request, failure)
+            if failure:
+                self._fail(request, failure)  # it is still there: such a step is not overlapped
             elif flight.ending[i]:
                 self._take(request, results[i], choice)
         for request, result in zip(batch.generation_requests, results[contexts:], strict=True):

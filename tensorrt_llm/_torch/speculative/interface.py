@@ -1,7 +1,6 @@
-"""What one-model speculation is made of: the mode, the step's metadata, and the worker's base."""
+"""What one-model speculation is made of: the step's metadata and the worker's base."""
 
 from dataclasses import dataclass
-from enum import IntEnum, auto
 from typing import Any
 
 import torch
@@ -13,13 +12,6 @@ from tensorrt_llm._torch.speculative.mtp_tail_trim import (
     mtp_tail_trim_enabled,
 )
 from tensorrt_llm.mapping import Mapping
-
-
-class SpeculativeDecodingMode(IntEnum):
-    """The modes that this project serves, under TensorRT-LLM's names."""
-
-    MTP_EAGLE_ONE_MODEL = auto()
-    NONE = auto()
 
 
 @dataclass

@@ -13,7 +13,7 @@ from helpers.glm_oracle import (
     oracle_generate,
     random_prompt,
 )
-from tokenizers import Tokenizer
+from helpers.glm_tiny import CHECKPOINT, heldout, share_answered
 
 from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import Role
 from tensorrt_llm.mapping import Mapping
@@ -21,7 +21,6 @@ from tensorrt_llm.mapping import Mapping
 pytestmark = pytest.mark.gpu
 
 NEW_TOKENS = 64
-GLM_TINY = Path(__file__).parents[4] / "examples" / "glm_tiny" / "checkpoint"
 # Per-rank shapes of GLM-5.2 at tp 16, as one rank of its own.
 SLICE = {
     "hidden_size": 6144,
@@ -135,14 +134,9 @@ def test_padding_rows_write_nowhere(kv_cache_dtype, tmp_path) -> None:
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 def test_glm_tiny_answers_in_bf16(kv_cache_dtype, graphs, draft_len) -> None:
     """The trained checkpoint's held-out questions: bf16 has other bits, but the same answers."""
-    asked = [
-        json.loads(line) for line in (GLM_TINY / "heldout.jsonl").read_text().splitlines()[::6]
-    ]
-    tokenizer = Tokenizer.from_file(str(GLM_TINY / "tokenizer.json"))
-    prompts = [_chat(tokenizer, line["messages"][0]["content"]) for line in asked]
     engine = make_engine(
         executor_config(
-            GLM_TINY,
+            CHECKPOINT,
             device="cuda",
             dtype="bfloat16",
             kv_cache_dtype=kv_cache_dtype,
@@ -153,19 +147,7 @@ def test_glm_tiny_answers_in_bf16(kv_cache_dtype, graphs, draft_len) -> None:
             cuda_graph_batch_sizes=graphs,
         )
     )
-    answers = [tokenizer.decode(_until_stop(ids)) for ids in generate(engine, prompts, 80)]
-    right = sum(a.strip() == line["answer"] for a, line in zip(answers, asked, strict=True))
-    assert right >= 0.9 * len(asked)
-
-
-def _chat(tokenizer: Tokenizer, question: str) -> list[int]:
-    text = f"[gMASK]<sop><|user|>\n{question}<|assistant|>\n"
-    return tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def _until_stop(ids: list[int]) -> list[int]:
-    stops = json.loads((GLM_TINY / "generation_config.json").read_text())["eos_token_id"]
-    return ids[: next((i for i, token in enumerate(ids) if token in stops), len(ids))]
+    assert share_answered(engine, heldout(every=6)) >= 0.9
 
 
 def _slice_config(directory: Path, kv_cache_dtype: str, graphs: tuple[int, ...], draft_len: int):
@@ -190,9 +172,7 @@ def _slice_config(directory: Path, kv_cache_dtype: str, graphs: tuple[int, ...],
 @pytest.mark.parametrize("graphs", [(), (1, 4)], ids=["eager", "graphs"])
 def test_two_gpus_give_the_same_tokens(graphs, draft_len) -> None:
     """NCCL in eager steps and inside of captured ones; fp32 tokens are those of one rank."""
-    lines = (GLM_TINY / "heldout.jsonl").read_text().splitlines()[::90]
-    tokenizer = Tokenizer.from_file(str(GLM_TINY / "tokenizer.json"))
-    prompts = [_chat(tokenizer, json.loads(x)["messages"][0]["content"]) for x in lines]
+    prompts = [prompt for prompt, _ in heldout(every=90)]
     expected = _tiny_tokens(Mapping(), (), 0, prompts)
     assert run_ranks(2, _tiny_tokens, graphs, draft_len, prompts, device="cuda") == [expected] * 2
 
@@ -203,7 +183,7 @@ def _tiny_tokens(
     torch.backends.cuda.matmul.allow_tf32 = False
     engine = make_engine(
         executor_config(
-            GLM_TINY,
+            CHECKPOINT,
             mapping=mapping,
             device="cuda",
             max_seq_len=256,

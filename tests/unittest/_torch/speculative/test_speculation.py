@@ -1,33 +1,24 @@
 """Drafting changes how many steps an answer takes, and nothing else."""
 
 import itertools
-import json
-from pathlib import Path
 
 import pytest
 import torch
 from helpers.engine import executor_config, generate, make_engine
-from tokenizers import Tokenizer
+from helpers.glm_tiny import CHECKPOINT, heldout
 
 from tensorrt_llm._torch.pyexecutor.messages import EngineStats, LlmResponse, NewRequest
 from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor
 from tensorrt_llm._torch.speculative.forced_acceptance import ENV, ForcedAcceptance
 from tensorrt_llm.sampling_params import SamplingParams
 
-CHECKPOINT = Path("examples/glm_tiny/checkpoint")
 NEW_TOKENS = 40
 
 
 def prompts(count: int) -> list[list[int]]:
     """Held-out questions of the shipped checkpoint, shortest first, and one of a single token."""
-    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
-    lines = (CHECKPOINT / "heldout.jsonl").read_text().splitlines()
-    texts = [json.loads(line)["messages"][0]["content"] for line in lines[:: len(lines) // count]]
-    asked = [
-        tokenizer.encode(f"[gMASK]<sop><|user|>\n{t}<|assistant|>\n", add_special_tokens=False).ids
-        for t in texts[: count - 1]
-    ]
-    return [[5], *sorted(asked, key=len)]
+    asked = [prompt for prompt, _ in heldout(every=360 // count)]
+    return [[5], *sorted(asked[: count - 1], key=len)]
 
 
 def engine(**overrides: object) -> PyExecutor:

@@ -1,0 +1,43 @@
+"""The shipped checkpoint's held-out questions as token ids, and how many an engine answers."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from helpers.engine import generate
+from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor
+
+CHECKPOINT = Path(__file__).parents[2] / "examples" / "glm_tiny" / "checkpoint"
+LONGEST_ANSWER = 80
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+
+
+def heldout(every: int) -> list[tuple[list[int], str]]:
+    """(prompt, answer) of every so-manieth line."""
+    lines = (CHECKPOINT / "heldout.jsonl").read_text().splitlines()[::every]
+    parsed = [json.loads(line) for line in lines]
+    return [(chat_ids(line["messages"][0]["content"]), line["answer"]) for line in parsed]
+
+
+def chat_ids(question: str) -> list[int]:
+    """One user turn, ready for the answer."""
+    text = f"[gMASK]<sop><|user|>\n{question}<|assistant|>\n"
+    return tokenizer().encode(text, add_special_tokens=False).ids
+
+
+def share_answered(engine: PyExecutor, asked: list[tuple[list[int], str]]) -> float:
+    """Exact matches of greedy answers, 0 to 1."""
+    outputs = generate(engine, [prompt for prompt, _ in asked], LONGEST_ANSWER)
+    answers = [tokenizer().decode(_until_stop(ids)).strip() for ids in outputs]
+    return sum(a == right for a, (_, right) in zip(answers, asked, strict=True)) / len(asked)
+
+
+def _until_stop(ids: list[int]) -> list[int]:
+    stops = json.loads((CHECKPOINT / "generation_config.json").read_text())["eos_token_id"]
+    return ids[: next((i for i, token in enumerate(ids) if token in stops), len(ids))]
