@@ -115,6 +115,7 @@ class Landed:
     """The handle of a step that is over."""
 
     results: list[SequenceResult]
+    launch_counts: None = None
 
     def wait(self) -> list[SequenceResult]:
         return self.results
