@@ -5,7 +5,7 @@ Whatever is accepted, the tokens of a request are the greedy ones of its prompt.
 - `generated_tokens`: tokens handed out.
 - `verify_steps`: one for each step of a generation request that is still there when it is finished;
   not the step that an ended or cancelled request still has in flight.
-- `accepted_drafts[i]`: drafts at place i of such a step that were accepted.
+- `accepted_drafts[i]`: drafts at place i of such a step that were accepted and handed out.
 """
 
 import itertools
@@ -232,6 +232,19 @@ def test_counters_are_the_sums_of_the_script(draft_len, plain) -> None:
 
 
 # --- mixed batches --------------------------------------------------------------------------------
+
+
+@loops
+@pytest.mark.parametrize(
+    "params", [{"max_tokens": 3}, {"stop_token_ids": greedy_tokens(PROMPT, 3)[2:]}]
+)
+def test_drafts_behind_the_end_are_not_counted(params, plain) -> None:
+    """One token of the prompt's step, then a run of eight of which two are handed out."""
+    engine = drafting(7, plain, script=in_turns([7]))
+    engine.generate(PROMPT, **params)
+    stats = final_stats(engine)
+    counts = (stats.generated_tokens, stats.verify_steps, stats.accepted_drafts)
+    assert counts == (3, 1, (1, 1, 0, 0, 0, 0, 0))
 
 
 @loops
