@@ -39,7 +39,6 @@ from tensorrt_llm._torch.pyexecutor.stop_criteria import Finish
 from tensorrt_llm.logger import logger
 from tensorrt_llm.tokenizer import load_tokenizer
 
-Choose: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Incoming: TypeAlias = NewRequest | CancelRequest | Shutdown
 Outgoing: TypeAlias = LlmResponse | EngineStats
 
@@ -69,7 +68,7 @@ class ModelEngine(Protocol):
         """1 + the drafts of a generation request in one step."""
         ...
 
-    def launch(self, batch: ScheduledRequests, choose: Choose | None) -> StepHandle:
+    def launch(self, batch: ScheduledRequests, choose: HostChoice | None) -> StepHandle:
         """Start a step; the tokens are the same on all ranks. `choose` as in
         `PyTorchModelEngine`."""
         ...
@@ -301,7 +300,13 @@ class PyExecutor:
         choice = None
         if batch.samples_on_host:
             rows = self.model_engine.rows_per_generation
-            choice = HostChoice(self.sampler, batch, rows, self.limits.vocab_size)
+            choice = HostChoice(
+                self.sampler,
+                batch,
+                rows,
+                self.limits.vocab_size,
+                self.config.use_rejection_sampling,
+            )
         ending = [request.is_last_chunk for request in batch.context_requests]
         handle = self.model_engine.launch(batch, choice)
         for request in batch.context_requests:
@@ -347,6 +352,7 @@ class PyExecutor:
         """Append a step's tokens to a request until one of them ends it."""
         request.tokens_in_flight -= 1
         request.draft_token_ids = result.draft_token_ids
+        request.draft_probs = choice.draft_probs(request) if choice else []
         sampled = choice.tokens[request.request_id] if choice else _greedy(request, result)
         tokens: list[int] = []
         logprobs: list[TokenLogprobs] = []
