@@ -132,6 +132,11 @@ class MTPDecodingConfig(StrictModel):
     num_nextn_predict_layers: PositiveInt | None = Field(
         default=None, description="The older name of `max_draft_len`; equal when both are given."
     )
+    use_rejection_sampling: bool = Field(
+        default=False,
+        description="Requests that sample draw their drafts as well, and keep or replace each so "
+        "that the output has the model's distribution; accepts more where that is flat.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -248,6 +253,7 @@ class LlmArgs(StrictModel):
         device = self._resolve_device()
         max_batch_size = self.max_batch_size or DEFAULT_MAX_BATCH_SIZE[device]
         graphs = self.cuda_graph_config if device == "cuda" else None
+        speculation = self.speculative_config
         return ExecutorConfig(
             model=self.model.resolve(),
             device=device,
@@ -262,7 +268,8 @@ class LlmArgs(StrictModel):
             max_batch_size=max_batch_size,
             max_num_tokens=self.max_num_tokens,
             max_seq_len=self.max_seq_len,
-            max_draft_len=self.speculative_config.draft_len if self.speculative_config else 0,
+            max_draft_len=speculation.draft_len if speculation else 0,
+            use_rejection_sampling=bool(speculation and speculation.use_rejection_sampling),
             enable_chunked_prefill=self.enable_chunked_prefill,
             cuda_graph_batch_sizes=graphs.resolve(max_batch_size) if graphs else (),
             disable_overlap_scheduler=self.disable_overlap_scheduler,

@@ -13,6 +13,8 @@ from tensorrt_llm.sampling_params import SamplingParams
 from tensorrt_llm.tokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
+    import torch
+
     from tensorrt_llm._torch.pyexecutor.sampler import LogitsEdits
 
 
@@ -57,6 +59,8 @@ class LlmRequest:
         max_total_tokens: tokens at which the request ends at the latest.
         edits: the sampler's; what the request changes in its logits, made at the first use.
         draft_token_ids: what the last finished step drafted, for a step that samples on the host.
+        draft_probs: per draft that was drawn, the distribution it was drawn from, int64 [vocab];
+            empty if the drafts are the likeliest tokens.
         rows_in_flight: rows of steps that were launched and are not finished; the host counts them
             as cached until it knows better.
         tokens_in_flight: tokens that those steps will bring at least.
@@ -66,6 +70,7 @@ class LlmRequest:
     __slots__ = (
         "choice",
         "chunk_len",
+        "draft_probs",
         "draft_token_ids",
         "edits",
         "max_total_tokens",
@@ -100,6 +105,7 @@ class LlmRequest:
         self.num_computed_tokens = 0
         self.chunk_len = 0
         self.draft_token_ids: list[int] = []
+        self.draft_probs: list[torch.Tensor] = []
         self.rows_in_flight = self.tokens_in_flight = 0
         wanted = max_seq_len if params.max_tokens is None else len(prompt) + params.max_tokens
         self.max_total_tokens = min(wanted, max_seq_len)

@@ -4,7 +4,6 @@ What a step hands to the next one (tokens, drafts, how far the guess about the c
 on the device in the `TokenStore`, so that the next step can be launched before this one is over.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,17 +12,16 @@ import torch.nn.functional as F
 from tensorrt_llm._torch.attention.backends.sparse.dsa.metadata import DSAtrtllmAttentionMetadata
 from tensorrt_llm._torch.models.modeling_deepseekv3 import GlmMoeDsaForCausalLM
 from tensorrt_llm._torch.pyexecutor.cuda_graph_runner import CUDAGraphRunner
+from tensorrt_llm._torch.pyexecutor.launch_counter import DeviceOps, LaunchCounts
 from tensorrt_llm._torch.pyexecutor.step import StepHandle, StepInputs, TokenStore
 from tensorrt_llm._torch.speculative.interface import SpecMetadata, SpecOutputs, SpecWorkerBase
 
 if TYPE_CHECKING:
     from tensorrt_llm._torch.pyexecutor.config import ExecutorConfig
+    from tensorrt_llm._torch.pyexecutor.host_choice import HostChoice
     from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import KVCacheManagerV2
     from tensorrt_llm._torch.pyexecutor.llm_request import LlmRequest
     from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests
-
-# fp32 logits [rows, vocab] -> int64 [contexts + generations * (1 + K)], the target's tokens.
-Choose = Callable[[torch.Tensor], torch.Tensor]
 
 
 class PyTorchModelEngine:
@@ -44,6 +42,7 @@ class PyTorchModelEngine:
         self.kv_cache_manager = kv_cache_manager
         self.device = model.config.device
         self.rows_per_generation = 1 + worker.max_draft_len
+        self.counts_launches = config.iter_perf_stats
         self.attn_metadata = DSAtrtllmAttentionMetadata(
             config.max_batch_size,
             max(config.max_num_tokens, config.max_batch_size * self.rows_per_generation),
@@ -52,6 +51,7 @@ class PyTorchModelEngine:
             params=model.config.pretrained_config.dsa_params,
             layout=model.config.cache_layout,
             max_draft_len=worker.max_draft_len,
+            trim=worker.tail_trim,
         )
         self.store = TokenStore(config.max_batch_size, worker.max_draft_len, self.device)
         self.graphs = CUDAGraphRunner(self, config.cuda_graph_batch_sizes)
@@ -66,7 +66,7 @@ class PyTorchModelEngine:
         self.graphs.capture_all(progress)
 
     @torch.inference_mode()
-    def launch(self, batch: "ScheduledRequests", choose: Choose | None = None) -> StepHandle:
+    def launch(self, batch: "ScheduledRequests", choose: "HostChoice | None" = None) -> StepHandle:
         """Start a step; its results come through the handle.
 
         Args:
@@ -74,6 +74,17 @@ class PyTorchModelEngine:
                 rows if `batch.context_logits_needed`), then 1 + K rows per generation. None is
                 greedy.
         """
+        if not self.counts_launches:
+            return self._launch(batch, choose)
+        staging = self.attn_metadata.staging
+        before = staging.num_uploads
+        with DeviceOps(self.device) as ops:
+            handle = self._launch(batch, choose)
+        uploads = staging.num_uploads - before
+        handle.launch_counts = LaunchCounts(uploads, ops.count - uploads)
+        return handle
+
+    def _launch(self, batch: "ScheduledRequests", choose: "HostChoice | None") -> StepHandle:
         generations = batch.generation_requests
         greedy_decode = choose is None and not batch.context_requests
         if greedy_decode and self.graphs.fits(len(generations)):
@@ -106,7 +117,7 @@ class PyTorchModelEngine:
         # A decode step has the graphs' shapes also when it runs eagerly, so that both give the same
         # bits.
         static = self.device.type == "cuda" and not batch.context_requests
-        metadata.prepare(static_width=static, defer=True)
+        self.prepare(static_width=static)
         return StepInputs(
             num_contexts=len(batch.context_requests),
             num_generations=len(batch.generation_requests),
@@ -151,14 +162,21 @@ class PyTorchModelEngine:
         staging.copy_if_changed(store.slots, self._slots)
         staging.copy_if_changed(store.corrected, self._corrected)
 
+    def prepare(self, *, static_width: bool, skip_indexer: bool | None = None) -> None:
+        """Fill the attention metadata, but for what the head of the step recomputes anyway."""
+        metadata = self.attn_metadata
+        if not metadata.trim:
+            metadata.prepare(static_width=static_width, skip_indexer=skip_indexer)
+            return
+        with metadata.defer_cuda_graph_decode_outputs():
+            metadata.prepare(static_width=static_width, skip_indexer=skip_indexer)
+
     def _upload(self, values: list[int]) -> torch.Tensor:
-        self.attn_metadata.staging.num_uploads += bool(values)
-        host = torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        return host.to(self.device, non_blocking=True)
+        return self.attn_metadata.staging.upload(values, self.device)
 
     # --- the step on the device -------------------------------------------------------------------
 
-    def run(self, inputs: StepInputs, choose: Choose | None = None) -> torch.Tensor:
+    def run(self, inputs: StepInputs, choose: "HostChoice | None" = None) -> torch.Tensor:
         """The whole step on staged inputs; without `choose` a graph can capture it.
 
         Returns:
@@ -167,6 +185,9 @@ class PyTorchModelEngine:
         metadata, store = self.attn_metadata, self.store
         slots = store.slots[: inputs.num_seqs]
         self._preprocess_inputs(inputs)
+        draft_sampling = (
+            choose.stage_draft_sampling(metadata.staging, self.device) if choose else None
+        )
         verified = store.next_new_tokens[slots[inputs.num_contexts :]]
         input_ids = verified.flatten()
         if inputs.num_contexts:
@@ -184,6 +205,7 @@ class PyTorchModelEngine:
             draft_tokens=verified[:, 1:],
             context_next_tokens=inputs.context_next_tokens,
             slot_ids=slots,
+            draft_sampling=draft_sampling,
             is_cuda_graph=inputs.is_cuda_graph,
         )
         outputs = self.worker.forward(
@@ -202,6 +224,8 @@ class PyTorchModelEngine:
         them."""
         metadata, store, n = self.attn_metadata, self.store, inputs.num_seqs
         if self.worker.max_draft_len:  # without drafts the host is never wrong
+            if not (metadata.trim and metadata.kv_lens_hook_idempotent):
+                metadata.on_update_kv_lens()
             corrected = store.corrected[:n]
             offsets = store.kv_correction[corrected.clamp(min=0)].masked_fill(corrected < 0, 0)
             metadata.kv_lens_cuda[:n] += offsets

@@ -53,8 +53,12 @@ def copy_of(checkpoint: Path, directory: Path, **changes: Any) -> Path:
             "max_draft_len 3 and num_nextn_predict_layers 2 mean the same",
         ),
         (
-            {"speculative_config": {"decoding_type": "MTP", "use_rejection_sampling": True}},
-            "'use_rejection_sampling' is not supported",
+            {"speculative_config": {"decoding_type": "MTP", "use_rejection_sampling": "yes"}},
+            "speculative_config.use_rejection_sampling is 'yes'; input should be a valid boolean",
+        ),
+        (
+            {"speculative_config": {"decoding_type": "MTP", "relaxed_topk": 3}},
+            "'relaxed_topk' is not supported",
         ),
         ({"pipeline_parallel_size": 2}, "it is 2, and only 1 is accepted"),
         ({"pipeline_parallel_size": True}, "it is True, and only 1 is accepted"),
@@ -157,6 +161,22 @@ def test_resolved_values(checkpoint: Path) -> None:
     assert (config.load_format, config.dtype, config.kv_cache_dtype) == ("dummy", "bfloat16", "fp8")
     assert (config.stop_tokenizer, config.modeling_v2) == (None, "off")
     assert config.kv_cache_max_tokens == 800
+
+
+@pytest.mark.parametrize(
+    ("speculation", "draft_len", "rejection"),
+    [
+        (None, 0, False),
+        ({"num_nextn_predict_layers": 2}, 2, False),
+        ({"max_draft_len": 3, "use_rejection_sampling": True}, 3, True),
+    ],
+)
+def test_resolved_speculation(
+    checkpoint: Path, speculation: dict | None, draft_len: int, rejection: bool
+) -> None:
+    given = speculation and {"decoding_type": "MTP", **speculation}
+    config = cpu_args(checkpoint, speculative_config=given).executor_config()
+    assert (config.max_draft_len, config.use_rejection_sampling) == (draft_len, rejection)
 
 
 @pytest.mark.parametrize(

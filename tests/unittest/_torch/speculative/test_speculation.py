@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from helpers.engine import executor_config, generate, make_engine
-from helpers.glm_tiny import CHECKPOINT, heldout
+from helpers.glm_tiny import CHECKPOINT, prompts
 
 from tensorrt_llm._torch.pyexecutor.messages import EngineStats, LlmResponse, NewRequest
 from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor
@@ -13,12 +13,6 @@ from tensorrt_llm._torch.speculative.forced_acceptance import ENV, ForcedAccepta
 from tensorrt_llm.sampling_params import SamplingParams
 
 NEW_TOKENS = 40
-
-
-def prompts(count: int) -> list[list[int]]:
-    """Held-out questions of the shipped checkpoint, shortest first, and one of a single token."""
-    asked = [prompt for prompt, _ in heldout(every=360 // count)]
-    return [[5], *sorted(asked[: count - 1], key=len)]
 
 
 def engine(**overrides: object) -> PyExecutor:
