@@ -31,7 +31,8 @@ class ExecutorConfig:
         enable_chunked_prefill: split prompts that do not fit into `max_num_tokens`.
         cuda_graph_batch_sizes: decode batch sizes to capture, ascending; empty turns graphs off.
         disable_overlap_scheduler: run the plain step loop.
-        attn_backend, modeling_v2, speculative: carried for the rooms that read them.
+        attn_backend: carried for the rooms that read it.
+        modeling_v2: "off" | "auto" | "require", see `modeling_v2_resolve`.
         stop_tokenizer: directory of the tokenizer that stop strings are matched with; None refuses
             them.
         num_threads: CPU threads of one rank; None leaves torch's choice divided by the ranks of

@@ -1,6 +1,7 @@
 """What one-model speculation is made of: the step's metadata and the worker's base."""
 
 from dataclasses import dataclass
+from enum import IntEnum, auto
 from typing import Any
 
 import torch
@@ -13,6 +14,22 @@ from tensorrt_llm._torch.speculative.mtp_tail_trim import (
 )
 from tensorrt_llm._torch.speculative.rejection_sampling import DraftSampling
 from tensorrt_llm.mapping import Mapping
+
+
+class SpeculativeDecodingMode(IntEnum):
+    """Kinds of drafting. The engine runs MTP_EAGLE_ONE_MODEL; routing tells it from the others."""
+
+    MTP = auto()  # one MTP layer per draft ("vanilla")
+    MTP_EAGLE_ONE_MODEL = auto()  # the first MTP layer again and again, inside the model's step
+    NGRAM = auto()
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """What drafts, and how many drafts a step verifies."""
+
+    spec_dec_mode: SpeculativeDecodingMode
+    max_draft_len: int
 
 
 @dataclass

@@ -224,11 +224,6 @@ def test_graph_batch_size_above_the_engines() -> None:
             {"tensor_parallel_size": 4},
             "tensor_parallel_size 4 does not divide vocab_size 510",
         ),
-        (
-            {},
-            {"modeling_v2": "require"},
-            "no target for this deployment .GlmMoeDsaForCausalLM, tens",
-        ),
     ],
 )
 def test_unfit_checkpoints(
@@ -237,6 +232,22 @@ def test_unfit_checkpoints(
     model = copy_of(checkpoint, tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         cpu_args(model, **args).executor_config()
+
+
+@pytest.mark.parametrize("mode", ["off", "auto", "require"])
+def test_every_rank_gets_the_mode_of_modeling_v2(
+    checkpoint: Path, tmp_path: Path, mode: str
+) -> None:
+    path = tmp_path / "extra.yaml"
+    path.write_text(f"modeling_v2: {mode}\ntensor_parallel_size: 4\n")
+    args = llm_args_from_cli_and_yaml({"model": str(checkpoint), "device": "cpu"}, path)
+    assert {args.executor_config(rank).modeling_v2 for rank in range(4)} == {mode}
+
+
+@pytest.mark.parametrize("mode", ["on", "requires", "Auto", True, None])
+def test_a_typo_in_modeling_v2_is_an_error(checkpoint: Path, mode: Any) -> None:
+    with pytest.raises(ValueError, match="modeling_v2"):
+        cpu_args(checkpoint, modeling_v2=mode)
 
 
 def test_missing_checkpoints(tmp_path: Path) -> None:
