@@ -1,6 +1,6 @@
 """The input of eh_proj: this rank's columns of the normalised embedding and hidden halves."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -136,7 +136,7 @@ class DraftGlueRmsnormCat(OpWrapper):
         check_tensor("hnorm_weight", hnorm_weight, (hidden,), dtype)
         require(
             0 <= col_lo < col_hi <= 2 * hidden,
-            f"the window is [{col_lo}, {col_hi}); it must be a part of [0, {2 * hidden}), not empty",
+            f"the window is [{col_lo}, {col_hi}); it must be in [0, {2 * hidden}), not empty",
         )
         require(
             dtype != KERNEL_DTYPE or col_lo % WINDOW_COLUMNS == col_hi % WINDOW_COLUMNS == 0,
@@ -178,7 +178,7 @@ class DraftGlueRmsnormCat(OpWrapper):
         return moved
 
     @staticmethod
-    def compare(out: tuple[Tensor, ...], ref: tuple[Tensor, ...]) -> None:
+    def compare(out: Sequence[Tensor], ref: Sequence[Tensor]) -> None:
         """A row's factor has one fp32 sum of squares behind it, and each value is rounded once."""
         assert_rounded_once(out[0], ref[0])
 

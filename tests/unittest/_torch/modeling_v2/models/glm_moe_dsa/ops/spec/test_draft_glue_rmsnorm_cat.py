@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.numerics import gamma, nearest_bf16, to_numpy
+from helpers.numerics import assert_between, gamma, nearest_bf16, to_numpy
 from helpers.op_cells import assert_refuses, cell_id, cell_inputs, check_cell
 
 from tensorrt_llm._torch.modeling_v2.catalog._op import Cell, assert_bitwise
@@ -58,8 +58,7 @@ def test_a_window_is_its_part_of_the_whole(dtype, window) -> None:
     lowest, highest = (exact - gamma(48) * np.abs(exact), exact + gamma(48) * np.abs(exact))
     if dtype == torch.bfloat16:  # rounded once: between the roundings of both ends
         lowest, highest = nearest_bf16(lowest), nearest_bf16(highest)
-    got = to_numpy(out)
-    assert ((lowest <= got) & (got <= highest)).all()
+    assert_between(out, (lowest, highest))
 
 
 def test_the_windows_of_all_ranks_make_the_whole_bit_for_bit() -> None:
@@ -94,7 +93,7 @@ def test_windows_that_no_vector_starts_are_refused(window) -> None:
 
 @pytest.mark.parametrize("window", [(-8, 8), (8, 8), (0, 12296)])
 def test_windows_outside_of_the_columns_are_refused(window) -> None:
-    message = rf"\[{window[0]}, {window[1]}\); it must be a part of \[0, 12288\)"
+    message = rf"\[{window[0]}, {window[1]}\); it must be in \[0, 12288\)"
     assert_refuses(DraftGlueRmsnormCat, FIRST, message, col_lo=window[0], col_hi=window[1])
 
 
