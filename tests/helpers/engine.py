@@ -5,6 +5,7 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +57,49 @@ def make_engine(config: ExecutorConfig) -> PyExecutor:
     return create_py_executor(config, receive=lambda _block: [], send=lambda _news: None)
 
 
-def generate(engine: PyExecutor, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    """Greedy tokens of all prompts in one go, eos ignored."""
-    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+def rescheduled(engine: PyExecutor, **overrides: Any) -> PyExecutor:
+    """Another step loop around the same model and cache, with other settings of the loop alone.
+
+    Args:
+        overrides: `disable_overlap_scheduler`, `enable_chunked_prefill`, and a `max_num_tokens` or
+            `max_batch_size` that is not above the engine's.
+    """
+    return PyExecutor(
+        replace(engine.config, **overrides),
+        engine.model_engine,
+        engine.kv_cache_manager,
+        engine.sampler,
+        engine.eos_token_ids,
+        engine.limits.max_seq_len,
+        engine.limits.vocab_size,
+        receive=lambda _block: [],
+        send=lambda _news: None,
+    )
+
+
+def run_requests(
+    engine: PyExecutor, prompts: list[list[int]], params: SamplingParams
+) -> list[list[int]]:
+    """Tokens of all prompts in one go."""
     engine.add_requests([NewRequest(i, prompt, params) for i, prompt in enumerate(prompts)])
-    tokens: dict[int, list[int]] = {i: [] for i in range(len(prompts))}
-    open_requests = set(tokens)
-    while open_requests:
+    tokens: list[list[int]] = [[] for _ in prompts]
+    while engine.has_work:
         for news in engine.step():
             if isinstance(news, LlmResponse):
                 assert news.error is None, news.error
                 tokens[news.request_id] += news.token_ids
-                if news.finish_reason:
-                    open_requests.discard(news.request_id)
-    return [tokens[i] for i in range(len(prompts))]
+    return tokens
+
+
+def generate(engine: PyExecutor, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """Greedy tokens of all prompts in one go, eos ignored."""
+    return run_requests(engine, prompts, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
+
+
+def verified_drafts(engine: PyExecutor) -> tuple[int, tuple[int, ...]]:
+    """(runs of drafts that were verified, how often the first, second, ... of one was right)."""
+    stats = engine.stats().speculation
+    return (stats.verify_steps, stats.accepted_drafts) if stats else (0, ())
 
 
 def run_ranks(

@@ -74,15 +74,58 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_checkpoint(directory: Path, variant: str, seed: int) -> Path:
-    """Write a random checkpoint in the hub layout and return its directory."""
-    config = hub_config(VARIANTS[variant])
-    model = GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**config)).eval()
+# A model of two layers, one of each kind, and an MTP layer: many engines in little time.
+SMALL_WITH_MTP: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "indexer_types": ["full", "shared"],
+    "num_nextn_predict_layers": 1,
+    "index_share_for_mtp_iteration": True,
+}
+
+
+def make_checkpoint(directory: Path, variant: str, seed: int, **overrides: Any) -> Path:
+    """Write a random checkpoint in the hub layout and return its directory.
+
+    Args:
+        overrides: fields of config.json. `num_nextn_predict_layers` 1 adds an MTP layer.
+    """
+    config = hub_config({**VARIANTS[variant], **overrides})
+    model = GlmMoeDsaForCausalLM(GlmMoeDsaConfig(**_with_mtp_block(config))).eval()
     _randomise(model, seed)
     model.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(config))
     path = directory / "model.safetensors"
-    save_file(load_file(path), path, metadata={"format": "pt"})
+    save_file({**load_file(path), **_mtp_head(config, seed)}, path, metadata={"format": "pt"})
+    return directory
+
+
+def make_drafts_agree(directory: Path) -> Path:
+    """Change a random checkpoint so that about half of its drafts are right.
+
+    The layers add less to the last token's embedding, and the MTP layer mostly passes on that of
+    the token it is given; of a random model's drafts one in `vocab_size` would be right.
+    """
+    config, path = _read_config(directory), directory / "model.safetensors"
+    weights, hidden = load_file(path), config["hidden_size"]
+    for name in weights:
+        if _is_block_output(name):
+            weights[name] *= 0.15
+    mtp = f"model.layers.{config['num_hidden_layers']}"
+    weights[f"{mtp}.eh_proj.weight"] *= 0.05
+    weights[f"{mtp}.eh_proj.weight"][:, :hidden] += torch.eye(hidden)
+    weights[f"{mtp}.shared_head.norm.weight"] = weights["model.norm.weight"].clone()
+    save_file(weights, path, metadata={"format": "pt"})
+    return directory
+
+
+def with_config(source: Path, directory: Path, **overrides: Any) -> Path:
+    """A checkpoint with the files of another one, but for some fields of config.json."""
+    directory.mkdir()
+    for file in source.iterdir():
+        (directory / file.name).symlink_to(file)
+    (directory / "config.json").unlink()
+    (directory / "config.json").write_text(json.dumps({**_read_config(source), **overrides}))
     return directory
 
 
@@ -150,9 +193,48 @@ def oracle_forward(
     return logits, hidden, topk
 
 
+@torch.no_grad()
+def oracle_final_hidden(model: GlmMoeDsaForCausalLM, tokens: list[int]) -> torch.Tensor:
+    """Hidden states after the final norm [tokens, hidden]."""
+    return model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
+
+
 def random_prompt(length: int, seed: int, vocab: int = 250) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab, (length,), generator=generator).tolist()
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "config.json").read_text())
+
+
+def _with_mtp_block(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a backbone whose last layers are what the MTP layers are at their core."""
+    extra = config["num_nextn_predict_layers"]
+    return hub_config(
+        {
+            **config,
+            "num_hidden_layers": config["num_hidden_layers"] + extra,
+            "indexer_types": config["indexer_types"] + ["full"] * extra,
+        }
+    )
+
+
+def _mtp_head(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    """What an MTP layer has beside an ordinary one."""
+    generator, size = torch.Generator().manual_seed(seed), config["hidden_size"]
+    weights = {}
+    for i in range(config["num_nextn_predict_layers"]):
+        layer = f"model.layers.{config['num_hidden_layers'] + i}"
+        for name in ("enorm", "hnorm", "shared_head.norm", "eh_proj"):
+            shape = (size, 2 * size) if name == "eh_proj" else (size,)
+            value = torch.randn(shape, generator=generator)
+            weights[f"{layer}.{name}.weight"] = _scaled(name, value)
+    return weights
+
+
+def _is_block_output(name: str) -> bool:
+    return name.endswith("o_proj.weight") or "down_proj" in name
 
 
 def _first(out: Any) -> torch.Tensor:
@@ -180,5 +262,5 @@ def _scaled(name: str, value: torch.Tensor) -> torch.Tensor:
         return 1.0 + 0.2 * value
     if "embed_tokens" in name:
         return value
-    gain = 1.5 if name.endswith("o_proj.weight") or "down_proj" in name else 1.0
+    gain = 1.5 if _is_block_output(name) else 1.0
     return gain * value / value.shape[-1] ** 0.5

@@ -126,9 +126,12 @@ class LayerCache:
     latents: list[Float64]
     index_keys: list[Float64]
 
+    def copy(self) -> "LayerCache":
+        return LayerCache(list(self.latents), list(self.index_keys))
+
 
 class ReferenceGlm:
-    """The backbone of a checkpoint.
+    """A checkpoint: `forward` is the backbone, `DraftChain` runs the MTP layer.
 
     Args:
         latent_eps: eps of q_a_layernorm and kv_a_layernorm.
@@ -149,18 +152,51 @@ class ReferenceGlm:
         self.latent_eps, self.noise = latent_eps, noise
         self.decisions = decisions or Decisions()
         self.theta = self.config["rope_parameters"]["rope_theta"]
+        self.mtp_layer = self.config["num_hidden_layers"]
+        # The MTP layer's block is of the kinds that config.json does not list.
+        self.indexer_types = [*self.config["indexer_types"], "full"]
+        self.mlp_types = [*self.config["mlp_layer_types"], "sparse"]
 
     def forward(self, tokens: list[int]) -> Float64:
         """Logits [tokens, vocab] of one sequence from an empty cache."""
-        layers = self.config["num_hidden_layers"]
-        caches = [LayerCache([], []) for _ in range(layers)]
-        logits = []
+        return np.array([self.logits(hidden) for hidden in self.hidden_states(tokens)])
+
+    def hidden_states(self, tokens: list[int]) -> list[Float64]:
+        """After the final norm, [hidden] of each token of one sequence from an empty cache."""
+        caches = [LayerCache([], []) for _ in range(self.mtp_layer)]
+        hidden = []
         for position, token in enumerate(tokens):
-            x, chosen = self.weights["model.embed_tokens.weight"][token], []
-            for layer in range(layers):
-                x, chosen = self._block(layer, x, position, caches[layer], chosen)
-            logits.append(self._weight("lm_head") @ self._rms("model.norm", x))
-        return np.array(logits)
+            x, chosen = self._embedding(token), []
+            for layer, cache in enumerate(caches):
+                x, chosen = self._block(layer, x, position, cache, chosen)
+            hidden.append(self._rms("model.norm", x))
+        return hidden
+
+    def logits(self, hidden: Float64) -> Float64:
+        """[hidden] after the final norm, or after an MTP layer's, -> [vocab]."""
+        return self._weight("lm_head") @ hidden
+
+    def draft_hidden(
+        self, token: int, hidden: Float64, position: int, cache: LayerCache, keys: list[int] | None
+    ) -> tuple[Float64, list[int]]:
+        """One row of the MTP layer: (hidden state after `shared_head.norm`, keys attended to).
+
+        Args:
+            token: the one after `position`.
+            hidden: [hidden] of `position`, after the final norm or of the draft step before.
+            keys: attend to these and append nothing; None appends the row and chooses.
+        """
+        name = f"model.layers.{self.mtp_layer}"
+        both = [
+            self._rms(f"{name}.enorm", self._embedding(token)),
+            self._rms(f"{name}.hnorm", hidden),
+        ]
+        x = self._weight(f"{name}.eh_proj") @ np.concatenate(both)
+        x, chosen = self._block(self.mtp_layer, x, position, cache, keys or [], append=keys is None)
+        return self._rms(f"{name}.shared_head.norm", x), chosen
+
+    def _embedding(self, token: int) -> Float64:
+        return self._weight("model.embed_tokens")[token]
 
     def _weight(self, name: str) -> Float64:
         return self.weights[f"{name}.weight"]
@@ -169,24 +205,35 @@ class ReferenceGlm:
         return rms_norm(x, self._weight(name), self.config["rms_norm_eps"] if eps is None else eps)
 
     def _block(
-        self, layer: int, x: Float64, position: int, cache: LayerCache, chosen: list[int]
+        self,
+        layer: int,
+        x: Float64,
+        position: int,
+        cache: LayerCache,
+        chosen: list[int],
+        append: bool = True,
     ) -> tuple[Float64, list[int]]:
+        """(output, keys attended to). Without `append` those are `chosen`, and the cache stays."""
         name = f"model.layers.{layer}"
         normed = self._rms(f"{name}.input_layernorm", x)
-        out, chosen = self._attention(layer, normed, position, cache, chosen)
+        qr = self._rms(
+            f"{name}.self_attn.q_a_layernorm",
+            self._weight(f"{name}.self_attn.q_a_proj") @ normed,
+            self.latent_eps,
+        )
+        if append:
+            self._append_latent(layer, normed, position, cache)
+            if self.indexer_types[layer] == "full":
+                chosen = self._choose(layer, normed, qr, position, cache)
+        out = self._attention(layer, qr, position, np.array(cache.latents)[chosen])
         x = x + out
         normed = self._rms(f"{name}.post_attention_layernorm", x)
-        dense = self.config["mlp_layer_types"][layer] == "dense"
+        dense = self.mlp_types[layer] == "dense"
         return x + (self._mlp if dense else self._moe)(f"{name}.mlp", normed), chosen
 
-    def _attention(
-        self, layer: int, x: Float64, position: int, cache: LayerCache, chosen: list[int]
-    ) -> tuple[Float64, list[int]]:
-        """Expanded (not absorbed) attention over the chosen keys."""
-        c, name = self.config, f"model.layers.{layer}.self_attn"
-        nope, rope, heads = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["num_attention_heads"]
+    def _append_latent(self, layer: int, x: Float64, position: int, cache: LayerCache) -> None:
+        name, rank = f"model.layers.{layer}.self_attn", self.config["kv_lora_rank"]
         latent = self._weight(f"{name}.kv_a_proj_with_mqa") @ x
-        rank = c["kv_lora_rank"]
         row = np.concatenate(
             [
                 self._rms(f"{name}.kv_a_layernorm", latent[:rank], self.latent_eps),
@@ -194,12 +241,12 @@ class ReferenceGlm:
             ]
         )
         cache.latents.append(self.decisions.cached_latent(layer, position, row))
-        qr = self._rms(
-            f"{name}.q_a_layernorm", self._weight(f"{name}.q_a_proj") @ x, self.latent_eps
-        )
-        if c["indexer_types"][layer] == "full":
-            chosen = self._choose(layer, x, qr, position, cache)
-        rows = np.array(cache.latents)[chosen]
+
+    def _attention(self, layer: int, qr: Float64, position: int, rows: Float64) -> Float64:
+        """Expanded (not absorbed) attention of the normed query latent over cached rows."""
+        c, name = self.config, f"model.layers.{layer}.self_attn"
+        nope, rope, heads = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["num_attention_heads"]
+        rank = c["kv_lora_rank"]
         q = (self._weight(f"{name}.q_b_proj") @ qr).reshape(heads, nope + rope)
         q_rope = rotate(q[:, nope:], position, self.theta)
         kv_b = self._weight(f"{name}.kv_b_proj").reshape(heads, nope + c["v_head_dim"], rank)
@@ -208,7 +255,7 @@ class ReferenceGlm:
             expanded = rows[:, :rank] @ kv_b[h].T
             scores = expanded[:, :nope] @ q[h, :nope] + rows[:, rank:] @ q_rope[h]
             out.append(softmax(scores * (nope + rope) ** -0.5) @ expanded[:, nope:])
-        return self._weight(f"{name}.o_proj") @ np.concatenate(out), chosen
+        return self._weight(f"{name}.o_proj") @ np.concatenate(out)
 
     def _choose(
         self, layer: int, x: Float64, qr: Float64, position: int, cache: LayerCache
@@ -245,3 +292,40 @@ class ReferenceGlm:
         for weight, expert in zip(share, experts, strict=True):
             out = out + weight * self._mlp(f"{name}.experts.{expert}", x)
         return out
+
+
+class DraftChain:
+    """The drafts that belong after each token of a sequence.
+
+    The first draft step runs the MTP layer on every position, with its hidden state after the final
+    norm and the token after it. The later steps are one row each, from the last row on: the last
+    draft, and the hidden state after `shared_head.norm`, one position further. With index share
+    they attend to the keys that the last row of the first step chose and append none; else they
+    append and choose like any row, and what they appended is forgotten with the drafts.
+    """
+
+    def __init__(self, model: ReferenceGlm, index_share: bool) -> None:
+        self.model, self.index_share = model, index_share
+        self.cache = LayerCache([], [])
+        self.hidden: Float64 = np.empty(0)
+        self.keys: list[int] = []
+
+    def extend(self, hidden: Float64, following: int) -> None:
+        """Add a position: its hidden state after the final norm [hidden], and the token after
+        it."""
+        position = len(self.cache.latents)
+        self.hidden, self.keys = self.model.draft_hidden(
+            following, hidden, position, self.cache, None
+        )
+
+    def drafts(self, count: int) -> list[int]:
+        """What follows the last token."""
+        cache, hidden, drafts = self.cache.copy(), self.hidden, [self._best(self.hidden)]
+        keys = self.keys if self.index_share else None
+        for position in range(len(self.cache.latents), len(self.cache.latents) + count - 1):
+            hidden, _ = self.model.draft_hidden(drafts[-1], hidden, position, cache, keys)
+            drafts.append(self._best(hidden))
+        return drafts
+
+    def _best(self, hidden: Float64) -> int:
+        return int(self.model.logits(hidden).argmax())

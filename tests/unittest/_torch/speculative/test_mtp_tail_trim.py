@@ -1,7 +1,6 @@
 """The trimmed tail of a draft step against the steps it replaces, bit by bit."""
 
 import dataclasses
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from helpers.draft_loop import run_loop
 from helpers.engine import run_ranks
+from helpers.tail_trim import tail_trim_gate
 
 from tensorrt_llm._torch.distributed import AllReduce, allgather
 from tensorrt_llm._torch.speculative.interface import (
@@ -32,19 +32,9 @@ BITS = {2: torch.int16, 4: torch.int32}
 
 
 @pytest.fixture(autouse=True)
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str | None], None]]:
-    """Sets the gate as a new process would find it; unset to begin with and in the end."""
-
-    def set_gate(value: str | None) -> None:
-        if value is None:
-            monkeypatch.delenv(ENV, raising=False)
-        else:
-            monkeypatch.setenv(ENV, value)
-        mtp_tail_trim_enabled.cache_clear()
-
-    set_gate(None)
-    yield set_gate
-    mtp_tail_trim_enabled.cache_clear()
+def gate() -> Iterator[Callable[[str | None], None]]:
+    with tail_trim_gate() as set_gate:
+        yield set_gate
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -260,9 +250,9 @@ def one_rank(mapping: Mapping) -> tuple[list[list[int]], list[int], list[int]]:
     expected = allgather(local_max_and_index(logits, mapping), mapping, dim=-1)
     assert torch.equal(bits(gathering(logits)), bits(expected))
     # Gates that differ: nobody sums, and both kinds of gathering understand each other.
-    os.environ[ENV] = str(mapping.rank)
-    mtp_tail_trim_enabled.cache_clear()
-    worker = SpecWorkerBase(1, mapping)
+    with tail_trim_gate() as set_gate:
+        set_gate(str(mapping.rank))
+        worker = SpecWorkerBase(1, mapping)
     assert worker.tail_trim == bool(mapping.rank)
     limits.append(worker.argmax_exchange.max_rows)
     return tokens, limits, worker.draft_argmax(logits).tolist()

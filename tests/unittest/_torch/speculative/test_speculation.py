@@ -1,10 +1,13 @@
 """Drafting changes how many steps an answer takes, and nothing else."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
-from helpers.engine import executor_config, generate, make_engine
+from helpers.cells import Cell, Outcome, Questions, run_cells, wrong_cells
+from helpers.engine import executor_config, generate, make_engine, run_requests
+from helpers.glm_oracle import with_config
 from helpers.glm_tiny import CHECKPOINT, prompts
 
 from tensorrt_llm._torch.pyexecutor.messages import (
@@ -15,9 +18,11 @@ from tensorrt_llm._torch.pyexecutor.messages import (
 )
 from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor
 from tensorrt_llm._torch.speculative.forced_acceptance import ENV, ForcedAcceptance
+from tensorrt_llm.mapping import Mapping
 from tensorrt_llm.sampling_params import SamplingParams
 
 NEW_TOKENS = 40
+GRAPHS = [(), (1, 4)]
 
 
 def engine(**overrides: object) -> PyExecutor:
@@ -26,15 +31,7 @@ def engine(**overrides: object) -> PyExecutor:
 
 def answer(executor: PyExecutor, asked: list[list[int]], **params: object) -> list[list[int]]:
     """Tokens of all prompts together, up to the model's own stop."""
-    tokens: list[list[int]] = [[] for _ in asked]
-    settings = SamplingParams(max_tokens=60, **params)
-    executor.add_requests([NewRequest(i, prompt, settings) for i, prompt in enumerate(asked)])
-    while executor.has_work:
-        for news in executor.step():
-            if isinstance(news, LlmResponse):
-                assert news.error is None
-                tokens[news.request_id] += news.token_ids
-    return tokens
+    return run_requests(executor, asked, SamplingParams(max_tokens=60, **params))
 
 
 def verified(executor: PyExecutor) -> SpeculationStats:
@@ -71,21 +68,54 @@ def test_tokens_do_not_depend_on_drafting(draft_len, plain, expected) -> None:
     assert generate(executor, prompts(8), NEW_TOKENS) == expected
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("graphs", [(), (1, 2, 4)], ids=["eager", "graphs"])
-@pytest.mark.parametrize(("draft_len", "plain"), CELLS)
-def test_cuda_tokens_do_not_depend_on_drafting(draft_len, plain, graphs, expected) -> None:
+@pytest.fixture(scope="module")
+def by_topk(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The shipped checkpoint, whose choice of keys bites, and with every key chosen."""
+    every_key = tmp_path_factory.mktemp("topk") / "every_key"
+    return {
+        "as shipped": CHECKPOINT,
+        "every key": with_config(CHECKPOINT, every_key, index_topk=256),
+    }
+
+
+@pytest.fixture(scope="module")
+def expected_by_topk(by_topk, expected) -> dict[str, list[list[int]]]:
+    every_key = make_engine(executor_config(by_topk["every key"], max_seq_len=256))
+    return {"as shipped": expected, "every key": generate(every_key, prompts(8), NEW_TOKENS)}
+
+
+def cuda_cells(
+    checkpoints: dict[str, Path], draft_len: int, trim: str, alone: int, **settings: object
+) -> dict[Cell, Outcome]:
     torch.backends.cuda.matmul.allow_tf32 = False
-    executor = engine(
-        device="cuda",
-        max_draft_len=draft_len,
-        disable_overlap_scheduler=plain,
-        max_num_tokens=40,
-        max_batch_size=4,
-        cuda_graph_batch_sizes=graphs,
-    )
-    assert [generate(executor, [p], NEW_TOKENS)[0] for p in prompts(8)] == expected
-    assert generate(executor, prompts(8), NEW_TOKENS) == expected
+    questions = Questions(prompts(8), NEW_TOKENS, alone=alone, batched=8)
+    settings = {"device": "cuda", "max_seq_len": 256, **settings}
+    return run_cells(Mapping(), checkpoints, [draft_len], trim, questions, settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", GRAPHS, ids=["eager", "graphs"])
+@pytest.mark.parametrize("trim", ["1", "0"])
+@pytest.mark.parametrize("draft_len", [0, 1, 2, 3, 5, 7])
+def test_cuda_tokens_do_not_depend_on_drafting(
+    draft_len, trim, graphs, by_topk, expected_by_topk
+) -> None:
+    """Both loops, prompts whole and in chunks, alone and in batches, below and above index_topk."""
+    outcomes = cuda_cells(by_topk, draft_len, trim, 2, cuda_graph_batch_sizes=graphs)
+    wrong = wrong_cells(outcomes, expected_by_topk)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.gpu
+def test_cuda_bf16_tokens_do_not_depend_on_graphs_loop_or_trim(by_topk) -> None:
+    """One request at a time: the same shapes in every step, hence the same bits."""
+    answers: dict[tuple[str, bool], list[dict[int, list[int]]]] = {}
+    for graphs, trim in itertools.product(GRAPHS, ["1", "0"]):
+        outcomes = cuda_cells(by_topk, 3, trim, 8, dtype="bfloat16", cuda_graph_batch_sizes=graphs)
+        for cell, outcome in outcomes.items():
+            answers.setdefault((cell.checkpoint, cell.chunked), []).append(outcome.alone)
+    for group, alone in answers.items():
+        assert all(tokens == alone[0] for tokens in alone), group
 
 
 @pytest.mark.parametrize(("draft_len", "least"), [(3, 2.5), (7, 3.2)])
