@@ -11,12 +11,18 @@ class HostStaging:
 
     A buffer that is filled through this must not be written by anybody else.
 
+    Args:
+        skip_unchanged: leave out a copy whose content the device still holds. Off, every copy is
+            made, which changes the number of uploads and nothing else.
+
     Attributes:
         num_uploads: copies issued since the start.
     """
 
-    def __init__(self) -> None:
-        self._held: dict[int, object] = {}  # address of a buffer -> what it holds
+    def __init__(self, skip_unchanged: bool = True) -> None:
+        self.skip_unchanged = skip_unchanged
+        # By storage, so that views of one buffer share a record: its last copy's place and content.
+        self._held: dict[int, tuple[int, object]] = {}
         self.num_uploads = 0
 
     def copy_if_changed(self, dst: torch.Tensor, values: Sequence[int]) -> None:
@@ -25,11 +31,12 @@ class HostStaging:
             self.copy(dst, values)
 
     def is_news(self, dst: torch.Tensor, content: object) -> bool:
-        """Whether dst does not hold `content` yet (values, or a version of them); notes that it
-        will."""
-        if self._held.get(dst.data_ptr()) == content:
+        """Whether `content` (values, or a version of them) has to be copied to dst; notes that it
+        will be."""
+        storage, record = dst.untyped_storage().data_ptr(), (dst.data_ptr(), content)
+        if self.skip_unchanged and self._held.get(storage) == record:
             return False
-        self._held[dst.data_ptr()] = content
+        self._held[storage] = record
         return True
 
     def copy(self, dst: torch.Tensor, values: Sequence[int]) -> None:
@@ -37,3 +44,9 @@ class HostStaging:
         self.num_uploads += 1
         host = torch.tensor(values, dtype=dst.dtype, pin_memory=dst.is_cuda)
         dst[: len(values)].copy_(host, non_blocking=True)
+
+    def upload(self, values: Sequence[int], device: torch.device) -> torch.Tensor:
+        """A new int64 tensor [len(values)] on the device; nothing is copied for no values."""
+        self.num_uploads += bool(values)
+        host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+        return host.to(device, non_blocking=True)

@@ -114,6 +114,7 @@ class _EngineCollector(Collector):
         yield from self._pools(stats)
         yield CounterMetricFamily("trtllm_engine_steps", "Steps of the engine", value=stats.iter)
         yield from self._drafts(stats)
+        yield from self._launch(stats)
         yield CounterMetricFamily(
             "trtllm_nan_failures", "Sequences failed by NaN logits", value=stats.nan_failures
         )
@@ -135,6 +136,21 @@ class _EngineCollector(Collector):
         )
         yield GaugeMetricFamily(
             "trtllm_acceptance_length", "Tokens per verified step", stats.acceptance_length or 0.0
+        )
+
+    def _launch(self, stats: EngineStats) -> Iterable[Metric]:
+        """Only with `enable_iter_perf_stats`."""
+        if stats.host_to_device_copies is None or stats.device_ops is None:
+            return
+        yield GaugeMetricFamily(
+            "trtllm_step_host_to_device_copies",
+            "Uploads of the last step",
+            stats.host_to_device_copies,
+        )
+        yield GaugeMetricFamily(
+            "trtllm_step_device_ops",
+            "Other operators that the host launched for the last step, its graph aside",
+            stats.device_ops,
         )
 
     def _pools(self, stats: EngineStats) -> Iterable[Metric]:

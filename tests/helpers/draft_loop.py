@@ -13,6 +13,7 @@ from tensorrt_llm._torch.attention.backends.sparse.dsa.metadata import DSAtrtllm
 from tensorrt_llm._torch.attention.backends.sparse.dsa.params import DSAParams
 from tensorrt_llm._torch.speculative.interface import SpecMetadata, SpecOutputs
 from tensorrt_llm._torch.speculative.mtp import MTPEagleWorker
+from tensorrt_llm._torch.speculative.mtp_tail_trim import mtp_tail_trim_enabled
 from tensorrt_llm.mapping import Mapping
 
 HIDDEN, VOCAB = 16, 40
@@ -101,6 +102,7 @@ def step_metadata(draft_len: int) -> RecordedMetadata:
         params=DSAParams(2, 16, 8),
         layout=LAYOUT,
         max_draft_len=draft_len,
+        trim=mtp_tail_trim_enabled(),
     )
     set_step(metadata, CONTEXTS, generations)
     metadata.seq_lens.append(rows)

@@ -64,7 +64,7 @@ class CUDAGraphRunner:
         batch_size = self.batch_sizes[bisect.bisect_left(self.batch_sizes, len(requests))]
         self._stage(requests, batch_size)
         metadata = self.engine.attn_metadata
-        metadata.prepare(static_width=True, defer=True)
+        self.engine.prepare(static_width=True)
         graph, packed = self.graphs[batch_size, metadata.skip_indexer_for_gen_reqs]
         graph.replay()
         return packed[: len(requests)]
@@ -81,7 +81,7 @@ class CUDAGraphRunner:
 
     def _capture(self, batch_size: int, short: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         self._stage([], batch_size)
-        self.engine.attn_metadata.prepare(static_width=True, skip_indexer=short, defer=True)
+        self.engine.prepare(static_width=True, skip_indexer=short)
         nothing = torch.empty(0, dtype=torch.int64, device=self.engine.device)
         inputs = StepInputs(
             num_contexts=0,

@@ -102,6 +102,8 @@ class EngineStats:
         verify_steps: drafts were verified so many times, counted per request.
         accepted_drafts: how often the first, second, ... draft was accepted; empty without
             drafting.
+        host_to_device_copies, device_ops: of the last step, see `LaunchCounts`; None unless
+            `enable_iter_perf_stats` is on.
     """
 
     iter: int
@@ -117,6 +119,8 @@ class EngineStats:
     iter_latency_ms: float
     verify_steps: int = 0
     accepted_drafts: tuple[int, ...] = ()
+    host_to_device_copies: int | None = None
+    device_ops: int | None = None
 
     @property
     def acceptance_length(self) -> float | None:

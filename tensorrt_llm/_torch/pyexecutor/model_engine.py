@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tensorrt_llm._torch.attention.backends.sparse.dsa.metadata import DSAtrtllmAttentionMetadata
 from tensorrt_llm._torch.models.modeling_deepseekv3 import GlmMoeDsaForCausalLM
 from tensorrt_llm._torch.pyexecutor.cuda_graph_runner import CUDAGraphRunner
+from tensorrt_llm._torch.pyexecutor.launch_counter import DeviceOps, LaunchCounts
 from tensorrt_llm._torch.pyexecutor.step import StepHandle, StepInputs, TokenStore
 from tensorrt_llm._torch.speculative.interface import SpecMetadata, SpecOutputs, SpecWorkerBase
 
@@ -44,6 +45,7 @@ class PyTorchModelEngine:
         self.kv_cache_manager = kv_cache_manager
         self.device = model.config.device
         self.rows_per_generation = 1 + worker.max_draft_len
+        self.counts_launches = config.iter_perf_stats
         self.attn_metadata = DSAtrtllmAttentionMetadata(
             config.max_batch_size,
             max(config.max_num_tokens, config.max_batch_size * self.rows_per_generation),
@@ -52,6 +54,7 @@ class PyTorchModelEngine:
             params=model.config.pretrained_config.dsa_params,
             layout=model.config.cache_layout,
             max_draft_len=worker.max_draft_len,
+            trim=worker.tail_trim,
         )
         self.store = TokenStore(config.max_batch_size, worker.max_draft_len, self.device)
         self.graphs = CUDAGraphRunner(self, config.cuda_graph_batch_sizes)
@@ -74,6 +77,17 @@ class PyTorchModelEngine:
                 rows if `batch.context_logits_needed`), then 1 + K rows per generation. None is
                 greedy.
         """
+        if not self.counts_launches:
+            return self._launch(batch, choose)
+        staging = self.attn_metadata.staging
+        before = staging.num_uploads
+        with DeviceOps(self.device) as ops:
+            handle = self._launch(batch, choose)
+        uploads = staging.num_uploads - before
+        handle.launch_counts = LaunchCounts(uploads, ops.count - uploads)
+        return handle
+
+    def _launch(self, batch: "ScheduledRequests", choose: Choose | None) -> StepHandle:
         generations = batch.generation_requests
         greedy_decode = choose is None and not batch.context_requests
         if greedy_decode and self.graphs.fits(len(generations)):
@@ -106,7 +120,7 @@ class PyTorchModelEngine:
         # A decode step has the graphs' shapes also when it runs eagerly, so that both give the same
         # bits.
         static = self.device.type == "cuda" and not batch.context_requests
-        metadata.prepare(static_width=static, defer=True)
+        self.prepare(static_width=static)
         return StepInputs(
             num_contexts=len(batch.context_requests),
             num_generations=len(batch.generation_requests),
@@ -151,10 +165,17 @@ class PyTorchModelEngine:
         staging.copy_if_changed(store.slots, self._slots)
         staging.copy_if_changed(store.corrected, self._corrected)
 
+    def prepare(self, *, static_width: bool, skip_indexer: bool | None = None) -> None:
+        """Fill the attention metadata, but for what the head of the step recomputes anyway."""
+        metadata = self.attn_metadata
+        if not metadata.trim:
+            metadata.prepare(static_width=static_width, skip_indexer=skip_indexer)
+            return
+        with metadata.defer_cuda_graph_decode_outputs():
+            metadata.prepare(static_width=static_width, skip_indexer=skip_indexer)
+
     def _upload(self, values: list[int]) -> torch.Tensor:
-        self.attn_metadata.staging.num_uploads += bool(values)
-        host = torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        return host.to(self.device, non_blocking=True)
+        return self.attn_metadata.staging.upload(values, self.device)
 
     # --- the step on the device -------------------------------------------------------------------
 
@@ -202,6 +223,8 @@ class PyTorchModelEngine:
         them."""
         metadata, store, n = self.attn_metadata, self.store, inputs.num_seqs
         if self.worker.max_draft_len:  # without drafts the host is never wrong
+            if not (metadata.trim and metadata.kv_lens_hook_idempotent):
+                metadata.on_update_kv_lens()
             corrected = store.corrected[:n]
             offsets = store.kv_correction[corrected.clamp(min=0)].masked_fill(corrected < 0, 0)
             metadata.kv_lens_cuda[:n] += offsets

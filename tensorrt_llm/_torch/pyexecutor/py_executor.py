@@ -15,6 +15,7 @@ from tensorrt_llm._torch.distributed import broadcast_object
 from tensorrt_llm._torch.pyexecutor.config import ExecutorConfig
 from tensorrt_llm._torch.pyexecutor.host_choice import HostChoice
 from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import KVCacheManagerV2, Role
+from tensorrt_llm._torch.pyexecutor.launch_counter import LaunchCounts
 from tensorrt_llm._torch.pyexecutor.llm_request import (
     LlmRequest,
     RequestLimits,
@@ -47,6 +48,8 @@ STATS_INTERVAL_S = 0.1  # between reports, unless `iter_perf_stats` asks for eve
 
 class StepHandle(Protocol):
     """A launched step."""
+
+    launch_counts: LaunchCounts | None
 
     def wait(self) -> list[SequenceResult]:
         """Results of the batch's sequences, contexts first."""
@@ -329,9 +332,12 @@ class PyExecutor:
         for request, result in zip(batch.generation_requests, results[contexts:], strict=True):
             request.rows_in_flight -= self.model_engine.rows_per_generation
             request.num_computed_tokens += len(result.token_ids)
-            if self._is_current(request):
-                self._counters.count_verified(len(result.token_ids) - 1)
+            verified, before = self._is_current(request), len(request.output_token_ids)
             self._take(request, result, choice)
+            if verified:  # drafts behind the request's end do not count
+                taken = len(request.output_token_ids) - before
+                self._counters.count_verified(min(len(result.token_ids) - 1, taken))
+        self._counters.launch = flight.handle.launch_counts
         self._report_step(flight.start)
 
     def _is_current(self, request: LlmRequest) -> bool:
@@ -419,6 +425,7 @@ class PyExecutor:
             iter_latency_ms=counters.latency_ms,
             verify_steps=counters.verify_steps,
             accepted_drafts=tuple(counters.accepted_drafts),
+            **(counters.launch._asdict() if counters.launch else {}),
         )
 
     def _blocks(self, role: Role) -> tuple[int, int]:
@@ -437,13 +444,14 @@ def _greedy(request: LlmRequest, result: SequenceResult) -> list[SampledToken]:
 
 @dataclass
 class _Counters:
-    """Totals since start, and of the last step its duration."""
+    """Totals since start, and of the last step its duration and what its launch took."""
 
     iterations: int = 0
     generated_tokens: int = 0
     prompt_tokens: int = 0
     nan_failures: int = 0
     latency_ms: float = 0.0
+    launch: LaunchCounts | None = None
     verify_steps: int = 0
     accepted_drafts: list[int] = field(default_factory=list)  # by place in the run of drafts
     reported_at: float = 0.0  # perf_counter seconds

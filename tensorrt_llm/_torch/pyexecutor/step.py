@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from tensorrt_llm._torch.pyexecutor.launch_counter import LaunchCounts
 from tensorrt_llm._torch.speculative.interface import SpecOutputs
 
 
@@ -83,9 +84,13 @@ class StepHandle:
         packed: float64 [seqs, columns]: number of tokens that count, 1 + K tokens, K drafts, and 1
             + K largest logits.
         rows: 1 + K.
+
+    Attributes:
+        launch_counts: what its launch took; None unless it was counted.
     """
 
     def __init__(self, packed: torch.Tensor, rows: int) -> None:
+        self.launch_counts: LaunchCounts | None = None
         self._rows = rows
         self._event: torch.cuda.Event | None = None
         self._host = packed

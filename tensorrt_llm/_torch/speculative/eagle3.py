@@ -4,7 +4,11 @@ from typing import Any
 
 import torch
 
-from tensorrt_llm._torch.attention.backends.sparse.dsa.metadata import DSAtrtllmAttentionMetadata
+from tensorrt_llm._torch.attention.backends.interface import AttentionMetadata
+from tensorrt_llm._torch.attention.backends.sparse.params import (
+    MTPIndexerScheduleTrimMetadata,
+    MTPIndexShareMetadata,
+)
 from tensorrt_llm._torch.speculative.interface import SpecMetadata, SpecOutputs, SpecWorkerBase
 from tensorrt_llm.mapping import Mapping
 
@@ -26,7 +30,7 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         input_ids: torch.Tensor,
         hidden_states: torch.Tensor,
         target_tokens: torch.Tensor,
-        attn_metadata: DSAtrtllmAttentionMetadata,
+        attn_metadata: AttentionMetadata,
         spec_metadata: SpecMetadata,
         draft_model: Any,
     ) -> SpecOutputs:
@@ -45,7 +49,7 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         self,
         input_ids: torch.Tensor,
         accepted: torch.Tensor,
-        attn_metadata: DSAtrtllmAttentionMetadata,
+        attn_metadata: AttentionMetadata,
         spec_metadata: SpecMetadata,
     ) -> torch.Tensor:
         """The token after each row: int64 [tokens].
@@ -68,32 +72,60 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         ids: torch.Tensor,
         hidden_states: torch.Tensor,
         counts: torch.Tensor,
-        attn_metadata: DSAtrtllmAttentionMetadata,
+        attn_metadata: AttentionMetadata,
         draft_model: Any,
     ) -> torch.Tensor:
         """int64 [seqs, K]: the first step on all rows, the later ones on one row per request."""
         drafts = []
         positions = attn_metadata.position_ids
         rows: torch.Tensor | slice = attn_metadata.last_accepted_rows(counts)
-        attn_metadata.set_mtp_num_accepted(counts)
-        attn_metadata.set_in_mtp_draft_loop(self.index_share and self._leaves_verify_rows)
+        self._begin_index_share(counts, attn_metadata)
         for step in range(self.max_draft_len):
             hidden_states = draft_model(ids, hidden_states, positions, attn_metadata)
             scored, hidden_states = self._select(hidden_states, rows)
             if step == 0:
-                attn_metadata.set_in_mtp_draft_loop(False)
-                attn_metadata.set_skip_topk(self.index_share)
-            if step == 0 and self._leaves_verify_rows:
-                attn_metadata.begin_draft_rows(self._next(positions[rows], attn_metadata))
-            elif step < self.max_draft_len - 1:
-                attn_metadata.advance_draft_rows(self._next(positions[rows], attn_metadata))
+                self._reuse_topk(attn_metadata)
+            if step + 1 < self.max_draft_len or not self.tail_trim:
+                following = self._next(positions[rows], attn_metadata)
+                if step == 0:
+                    attn_metadata.begin_draft_rows(following)
+                else:
+                    attn_metadata.advance_draft_rows(following)
             ids = self.draft_argmax(draft_model.lm_head.local_logits(scored))
             drafts.append(ids)
             positions, rows = attn_metadata.position_ids, self._later_rows(attn_metadata)
-        attn_metadata.set_skip_topk(False)
         if self._leaves_verify_rows:
             attn_metadata.end_draft_rows()
+        self._end_index_share(attn_metadata)
         return torch.stack(drafts, dim=1)
+
+    # --- what the steps after the first leave out -------------------------------------------------
+
+    def _begin_index_share(self, counts: torch.Tensor, attn_metadata: AttentionMetadata) -> None:
+        """Let the first step's choice of keys be kept, if a later one is to reuse it."""
+        if not self.index_share:
+            return
+        if not isinstance(attn_metadata, MTPIndexShareMetadata):
+            raise TypeError(f"{type(attn_metadata).__name__} cannot share the MTP layer's indices")
+        attn_metadata.set_mtp_num_accepted(counts)
+        attn_metadata.set_in_mtp_draft_loop(self._leaves_verify_rows)
+
+    def _reuse_topk(self, attn_metadata: AttentionMetadata) -> None:
+        """From here on steps take that choice, and the trimmed loop no longer makes the indexer's
+        schedule for them."""
+        if isinstance(attn_metadata, MTPIndexShareMetadata):
+            attn_metadata.set_in_mtp_draft_loop(False)
+            attn_metadata.set_skip_topk(self.index_share)
+        if self.tail_trim and isinstance(attn_metadata, MTPIndexerScheduleTrimMetadata):
+            reuses = attn_metadata.mtp_next_step_reuses_topk()
+            attn_metadata.set_skip_indexer_sched_metadata(reuses)
+
+    @staticmethod
+    def _end_index_share(attn_metadata: AttentionMetadata) -> None:
+        if isinstance(attn_metadata, MTPIndexShareMetadata):
+            attn_metadata.set_skip_topk(False)
+        if isinstance(attn_metadata, MTPIndexerScheduleTrimMetadata):
+            attn_metadata.set_skip_indexer_sched_metadata(False)
 
     @property
     def _leaves_verify_rows(self) -> bool:
@@ -107,13 +139,13 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         chosen = hidden_states[rows]
         return chosen, chosen if self.tail_trim else hidden_states[rows]
 
-    def _later_rows(self, attn_metadata: DSAtrtllmAttentionMetadata) -> torch.Tensor | slice:
+    def _later_rows(self, attn_metadata: AttentionMetadata) -> torch.Tensor | slice:
         """Where each request's row is after the first step: in order, so that a prefix has them."""
         n = attn_metadata.num_seqs
         return slice(n) if self.tail_trim else attn_metadata.batch_indices_cuda[:n]
 
     @staticmethod
-    def _next(positions: torch.Tensor, attn_metadata: DSAtrtllmAttentionMetadata) -> torch.Tensor:
+    def _next(positions: torch.Tensor, attn_metadata: AttentionMetadata) -> torch.Tensor:
         """One further; padding stays padding, and so does what has reached its request's end."""
         following = torch.where(positions < 0, -1, positions + 1)
         room = attn_metadata.kv_limits_cuda[: attn_metadata.num_seqs]

@@ -12,6 +12,7 @@ from enum import StrEnum
 import torch
 
 BAD_PAGE_INDEX = -1  # block table entry without a block
+COPY_ENTRIES = 4  # block table entries of a 16-byte access
 
 
 class Role(StrEnum):
@@ -260,16 +261,26 @@ class KVCacheManagerV2:
                 f"KV cache blocks leaked: used {used}, held by requests {sorted(self._sequences)}"
             )
 
+    def max_held_blocks(self, request_ids: Sequence[int], role: str) -> int:
+        """Blocks of the batch's longest request."""
+        return max((len(self._sequence(r).blocks[role]) for r in request_ids), default=0)
+
     def copy_batch_block_offsets(
-        self, dst: torch.Tensor, request_ids: Sequence[int], role: str
+        self,
+        dst: torch.Tensor,
+        request_ids: Sequence[int],
+        role: str,
+        max_blocks: int | None = None,
     ) -> None:
-        """Block tables of a batch, whole rows, onto the device of `dst`.
+        """Block tables of a batch onto the device of `dst`.
 
         Args:
             dst: int32 [at least len(request_ids), max_blocks_per_seq]; entries without a block
                 become -1, rows past the batch keep their values.
             request_ids: the batch in row order.
             role: whose blocks.
+            max_blocks: columns to copy, rounded up to whole 16-byte accesses; those after them
+                keep their values. None or negative copies whole rows.
 
         Raises:
             KeyError: unknown request or role.
@@ -281,11 +292,14 @@ class KVCacheManagerV2:
                 f"block table has shape {tuple(dst.shape)}; {count} requests need at least "
                 f"{count} rows of exactly {table.shape[1]}"
             )
+        columns = table.shape[1]
+        if max_blocks is not None and max_blocks >= 0:
+            columns = min(columns, -(-max_blocks // COPY_ENTRIES) * COPY_ENTRIES)
         rows = torch.tensor([self._sequence(r).row for r in request_ids], dtype=torch.int64)
         # A fresh pinned buffer: the next step may fill its own while this copy is still on its way.
-        host = torch.empty((count, table.shape[1]), dtype=torch.int32, pin_memory=dst.is_cuda)
-        torch.index_select(table, 0, rows, out=host)
-        dst[:count].copy_(host, non_blocking=True)
+        host = torch.empty((count, columns), dtype=torch.int32, pin_memory=dst.is_cuda)
+        torch.index_select(table[:, :columns], 0, rows, out=host)
+        dst[:count, :columns].copy_(host, non_blocking=True)
 
     def report(self) -> str:
         """Exact bytes of every pool, for people."""

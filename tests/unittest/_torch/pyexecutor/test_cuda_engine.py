@@ -1,6 +1,5 @@
 """The engine on one GPU: against transformers in fp32, and decode graphs against eager steps."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from helpers.glm_oracle import (
     oracle_generate,
     random_prompt,
 )
+from helpers.glm_slice import slice_checkpoint, slice_config
 from helpers.glm_tiny import CHECKPOINT, heldout, share_answered
 
 from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import Role
@@ -21,33 +21,6 @@ from tensorrt_llm.mapping import Mapping
 pytestmark = pytest.mark.gpu
 
 NEW_TOKENS = 64
-# Per-rank shapes of GLM-5.2 at tp 16, as one rank of its own.
-SLICE = {
-    "hidden_size": 6144,
-    "intermediate_size": 768,
-    "moe_intermediate_size": 128,
-    "num_attention_heads": 4,
-    "vocab_size": 9680,
-    "q_lora_rank": 2048,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 192,
-    "qk_rope_head_dim": 64,
-    "qk_head_dim": 256,
-    "v_head_dim": 256,
-    "head_dim": 192,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "index_n_heads": 32,
-    "index_head_dim": 128,
-    "index_topk": 2048,
-    "num_hidden_layers": 8,
-    "num_nextn_predict_layers": 1,
-    "index_share_for_mtp_iteration": True,
-    "first_k_dense_replace": 3,
-    "max_position_embeddings": 8192,
-    "eos_token_id": [9000],
-    "pad_token_id": 9000,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +31,7 @@ def full_precision() -> None:
 
 @pytest.fixture(scope="module")
 def slice_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from helpers.glm_oracle import hub_config
-
-    directory = tmp_path_factory.mktemp("glm_5_2_slice")
-    (directory / "config.json").write_text(json.dumps(hub_config(SLICE)))
-    return directory
+    return slice_checkpoint(tmp_path_factory.mktemp("glm_5_2_slice"))
 
 
 @pytest.mark.parametrize("graphs", [(), (1, 2, 4, 8)], ids=["eager", "graphs"])
@@ -87,7 +56,14 @@ def test_slice_graph_equals_eager(kv_cache_dtype, draft_len, slice_directory) ->
     prompts = [random_prompt(n, seed=n, vocab=9000) for n in (33, 2030, 2500)]
     answers = []
     for graphs in ((), (1,)):
-        engine = make_engine(_slice_config(slice_directory, kv_cache_dtype, graphs, draft_len))
+        engine = make_engine(
+            slice_config(
+                slice_directory,
+                kv_cache_dtype=kv_cache_dtype,
+                cuda_graph_batch_sizes=graphs,
+                max_draft_len=draft_len,
+            )
+        )
         answers.append([generate(engine, [p], NEW_TOKENS)[0] for p in prompts])
         del engine
         torch.cuda.empty_cache()
@@ -96,7 +72,7 @@ def test_slice_graph_equals_eager(kv_cache_dtype, draft_len, slice_directory) ->
 
 
 def test_slice_activations_stay_finite(slice_directory) -> None:
-    engine = make_engine(_slice_config(slice_directory, "auto", (), 0))
+    engine = make_engine(slice_config(slice_directory))
     outputs = []
     for layer in engine.model_engine.model.model.layers:
         layer.register_forward_hook(lambda _m, _a, out: outputs.append(out[0] + out[1]))
@@ -148,23 +124,6 @@ def test_glm_tiny_answers_in_bf16(kv_cache_dtype, graphs, draft_len) -> None:
         )
     )
     assert share_answered(engine, heldout(every=6)) >= 0.9
-
-
-def _slice_config(directory: Path, kv_cache_dtype: str, graphs: tuple[int, ...], draft_len: int):
-    return executor_config(
-        directory,
-        device="cuda",
-        dtype="bfloat16",
-        load_format="dummy",
-        kv_cache_dtype=kv_cache_dtype,
-        tokens_per_block=32,
-        kv_cache_max_tokens=4096,
-        max_batch_size=1,
-        max_num_tokens=4096,
-        max_seq_len=4096,
-        max_draft_len=draft_len,
-        cuda_graph_batch_sizes=graphs,
-    )
 
 
 @pytest.mark.multi_gpu

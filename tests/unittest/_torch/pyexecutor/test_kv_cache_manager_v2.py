@@ -227,6 +227,24 @@ def test_errors_name_what_is_wrong() -> None:
             kv.copy_batch_block_offsets(torch.zeros(shape, dtype=torch.int32), [4], "key")
 
 
+@pytest.mark.parametrize(("max_blocks", "columns"), [(0, 0), (1, 4), (4, 4), (5, 8), (99, 8)])
+def test_bounded_tables_leave_the_columns_behind_alone(max_blocks, columns) -> None:
+    """Whole 16-byte accesses of four entries; negative or no bound copies whole rows."""
+    kv = manager()
+    kv.add_request(1)
+    kv.resize(1, 4 * 3)
+    whole = torch.full((2, 8), 7, dtype=torch.int32)
+    for everything in (None, -1):
+        kv.copy_batch_block_offsets(whole, [1], Role.KEY, everything)
+        assert whole[0].tolist() == [0, 1, 2, -1, -1, -1, -1, -1]
+    bounded = torch.full((2, 8), 7, dtype=torch.int32)
+    kv.copy_batch_block_offsets(bounded, [1], Role.KEY, max_blocks)
+    assert torch.equal(bounded[:, :columns], whole[:, :columns])
+    assert bool((bounded[:, columns:] == 7).all())
+    assert kv.max_held_blocks([1], Role.KEY) == 3
+    assert kv.max_held_blocks([], Role.KEY) == 0
+
+
 @pytest.mark.gpu
 def test_tables_reach_the_gpu() -> None:
     kv = manager(device=torch.device("cuda"))

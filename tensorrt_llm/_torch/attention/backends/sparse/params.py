@@ -17,3 +17,16 @@ class MTPIndexShareMetadata(Protocol):
 
     def set_skip_topk(self, skip: bool) -> None:
         """While set, layers with an indexer take the kept rows instead of choosing."""
+
+
+@runtime_checkable
+class MTPIndexerScheduleTrimMetadata(Protocol):
+    """The indexer's schedule of keys over processors, which a draft step that chooses no keys does
+    not read."""
+
+    def set_skip_indexer_sched_metadata(self, skip: bool) -> None:
+        """While set, changed lengths leave the schedule as it is and mark it as stale; a choice
+        that would read it raises RuntimeError."""
+
+    def mtp_next_step_reuses_topk(self) -> bool:
+        """Whether the draft steps after the first take its choice of keys."""

@@ -10,13 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tensorrt_llm._torch.attention.backends.sparse.dsa.cache_manager import DSACacheLayout
+from tensorrt_llm._torch.attention.backends.sparse.dsa.cache_manager import (
+    INDEX_KEY,
+    DSACacheLayout,
+)
 from tensorrt_llm._torch.attention.backends.sparse.dsa.metadata import (
     DSAtrtllmAttentionMetadata,
     Selection,
 )
 from tensorrt_llm._torch.attention.backends.sparse.dsa.params import DSAParams
 from tensorrt_llm._torch.custom_ops.fp8 import quantize_e4m3_ue8m0
+from tensorrt_llm._torch.custom_ops.paged_mqa_logits import paged_mqa_logits
 from tensorrt_llm._torch.modules.linear import Linear
 from tensorrt_llm._torch.modules.rms_norm import LayerNorm
 from tensorrt_llm._torch.modules.rotary_embedding import apply_rotary
@@ -151,15 +155,50 @@ class Indexer(nn.Module):
     ) -> torch.Tensor:
         """All generation rows at once; equal numbers of rows per request."""
         positions, width = metadata.position_ids, metadata.selection_width
+        topk = self.params.index_topk
         if metadata.num_contexts:
             part = slice(metadata.num_ctx_tokens, None)
             qr, weights = qr[part], weights[part]
             rotations, positions = rotations[part], positions[part]
         if metadata.skip_indexer_for_gen_reqs:
             return dense_rows(positions, width)
+        metadata.check_indexer_schedule()
         q, w = self._queries(qr, weights, rotations)
-        chosen_from = metadata.generation_keys()
-        keys, scales = self._read(metadata, chosen_from.blocks)
+        if metadata.num_sms:
+            return top_k(self._paged_scores(q, w, positions, metadata), None, topk, width)
+        scores = self._gathered_scores(q, w, metadata)
+        return top_k(scores, metadata.generation_keys().future, topk, width)
+
+    def _paged_scores(
+        self,
+        q: torch.Tensor,
+        w: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: DSAtrtllmAttentionMetadata,
+    ) -> torch.Tensor:
+        """fp32 [rows, keys], causal, by the kernel that reads the pages as the schedule says."""
+        manager, requests = metadata.kv_cache_manager, metadata.num_generations
+        table = metadata.generation_index_table()
+        out = q.new_empty(q.shape[0], table.shape[1] * manager.tokens_per_block)
+        paged_mqa_logits(
+            q.view(requests, -1, *q.shape[1:]),
+            w.view(requests, -1, w.shape[1]),
+            manager.pool(INDEX_KEY),
+            manager.layer_slot(INDEX_KEY, self.layer_idx),
+            self.layout.key_dtype,
+            table,
+            positions,
+            metadata.scheduler_metadata_buffer,
+            metadata.row_order[:requests],
+            out,
+        )
+        return out
+
+    def _gathered_scores(
+        self, q: torch.Tensor, w: torch.Tensor, metadata: DSAtrtllmAttentionMetadata
+    ) -> torch.Tensor:
+        """fp32 [rows, keys], not yet causal: all pages gathered, then plain matrix products."""
+        keys, scales = self._read(metadata, metadata.generation_keys().blocks)
         requests = metadata.num_generations
         scores = index_scores(
             q.view(requests, -1, *q.shape[1:]),
@@ -167,7 +206,7 @@ class Indexer(nn.Module):
             keys.view(requests, -1, keys.shape[1]),
             None if scales is None else scales.view(requests, -1),
         )
-        return top_k(scores.flatten(0, 1), chosen_from.future, self.params.index_topk, width)
+        return scores.flatten(0, 1)
 
     def _read(
         self, metadata: DSAtrtllmAttentionMetadata, blocks: torch.Tensor
@@ -208,18 +247,20 @@ def index_scores(
     return scores if scales is None else scores * scales.unsqueeze(1)
 
 
-def top_k(scores: torch.Tensor, future: torch.Tensor, k: int, width: int) -> torch.Tensor:
+def top_k(scores: torch.Tensor, future: torch.Tensor | None, k: int, width: int) -> torch.Tensor:
     """The k best keys that are not in the future.
 
     Args:
         scores: fp32 [tokens, kv]; overwritten.
-        future: bool [tokens, kv].
+        future: bool [tokens, kv]; None where the scores are -inf there already.
 
     Returns:
         int32 [tokens, width], -1 where a token has fewer keys. Which of several equal scores at
         the border are taken is torch.topk's choice.
     """
-    best = scores.masked_fill_(future, float("-inf")).topk(min(k, scores.shape[1]), dim=-1)
+    if future is not None:
+        scores.masked_fill_(future, float("-inf"))
+    best = scores.topk(min(k, scores.shape[1]), dim=-1)
     indices = best.indices.masked_fill(best.values == float("-inf"), -1).int()
     missing = width - indices.shape[1]
     return F.pad(indices, (0, missing), value=-1) if missing > 0 else indices

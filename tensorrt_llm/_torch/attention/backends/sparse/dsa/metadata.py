@@ -12,9 +12,13 @@ from tensorrt_llm._torch.attention.backends.sparse.dsa.cache_manager import (
     DSACacheLayout,
 )
 from tensorrt_llm._torch.attention.backends.sparse.dsa.params import DSAParams
+from tensorrt_llm._torch.custom_ops.paged_mqa_logits import (
+    paged_mqa_logits_processors,
+    paged_mqa_logits_schedule,
+    paged_mqa_logits_serves,
+)
 from tensorrt_llm._torch.custom_ops.sparse_mla import absence_bias
 
-NO_LIMIT = torch.iinfo(torch.int32).max
 # Rows of the one buffer that holds what is known per token of the step.
 TOKEN_TABLES = (
     "req_idx_per_token",
@@ -61,6 +65,11 @@ class GenerationKeys:
 class DSAtrtllmAttentionMetadata(AttentionMetadata):
     """`AttentionMetadata` with what the indexer and sparse MLA read.
 
+    Args:
+        num_sms: processors that the indexer's keys are split over. 0 makes no schedule, since
+            nothing reads one; None takes the device's, or 0 where `paged_mqa_logits` does not serve
+            the indexer's shape, as on the CPU.
+
     Attributes:
         block_table: int32 [max_num_requests, max_blocks], pages of the key pool; -1 past the
             allocated ones.
@@ -75,11 +84,13 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         skip_indexer_for_gen_reqs: generation rows take all their keys, as none has more than
             `index_topk`.
         selection_width: columns of this step's selections.
-        kv_limits_cuda: int32 [max_num_requests], tokens that a request has room for; rows at or
-            past it are padding, so that drafts never pass a request's end.
+        scheduler_metadata_buffer, row_order: of the generation rows' index keys, see
+            `paged_mqa_logits_schedule`.
         in_mtp_draft_loop, mtp_num_accepted, indexer_skip_topk, shared_selection: see
             `MTPIndexShareMetadata`.
     """
+
+    kv_lens_hook_idempotent = True
 
     def __init__(
         self,
@@ -91,9 +102,19 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         params: DSAParams,
         layout: DSACacheLayout,
         max_draft_len: int = 0,
+        trim: bool = True,
+        num_sms: int | None = None,
     ) -> None:
-        super().__init__(max_num_requests, max_num_tokens, kv_cache_manager, device)
+        super().__init__(
+            max_num_requests,
+            max_num_tokens,
+            kv_cache_manager,
+            device,
+            max_draft_len=max_draft_len,
+            trim=trim,
+        )
         self.params, self.layout = params, layout
+        self.num_sms = self._processors() if num_sms is None else num_sms
         shape = (max_num_requests, kv_cache_manager.max_blocks_per_seq)
         self.block_table = torch.full(shape, -1, dtype=torch.int32, device=device)
         self.indexer_k_cache_block_offsets = torch.full(shape, -1, dtype=torch.int32, device=device)
@@ -104,18 +125,26 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         self.skip_indexer_for_gen_reqs = False
         self.selection_width = params.index_topk
         self._static_width = self._rows_are_full = False
-        self.max_draft_len = max_draft_len
-        self.kv_limits_cuda = torch.full(
-            (max_num_requests,), NO_LIMIT, dtype=torch.int32, device=device
-        )
         self.in_mtp_draft_loop = self.indexer_skip_topk = False
         self.mtp_num_accepted: torch.Tensor | None = None
         self.shared_selection: Selection | None = None
+        self._skip_indexer_sched = self.indexer_schedule_is_stale = False
+        self.scheduler_metadata_buffer = torch.zeros(
+            self.num_sms + 1, 2, dtype=torch.int32, device=device
+        )
+        self.row_order = torch.zeros(max_num_requests, dtype=torch.int32, device=device)
         self._generation_keys: GenerationKeys | None = None
         self._key_rows: dict[int, torch.Tensor] = {}
         self._buffers = torch.full(
             (len(TOKEN_TABLES), max_num_tokens), -1, dtype=torch.int64, device=device
         )
+
+    def _processors(self) -> int:
+        if self.device.type != "cuda" or not paged_mqa_logits_serves(
+            self.params.index_n_heads, self.params.index_head_dim, self.layout.key_dtype
+        ):
+            return 0
+        return paged_mqa_logits_processors(self.device)
 
     def key_rows(self, layer_idx: int) -> torch.Tensor:
         """The layer's rows of the key pool, see `DSACacheLayout.key_rows`; the view is made once
@@ -131,20 +160,15 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         *,
         static_width: bool = False,
         skip_indexer: bool | None = None,
-        defer: bool = False,
     ) -> None:
         """Fill the tables for the sequences set by the model engine; those without a request id
         are padding.
 
         Args:
             static_width: keep the selection at `index_topk` columns, as a captured graph needs it.
-            defer: leave `on_update_kv_lens` to the head of the forward, which corrects the lengths
-                first; nothing reads its results before.
             skip_indexer: decides `skip_indexer_for_gen_reqs` instead of the lengths, for a capture.
         """
         super().prepare()
-        if self.max_draft_len:
-            self.staging.copy_if_changed(self.kv_limits_cuda, self.kv_limits)
         self._copy_block_offsets(self.block_table, KEY)
         self._copy_block_offsets(self.indexer_k_cache_block_offsets, INDEX_KEY)
         topk, self._static_width = self.params.index_topk, static_width
@@ -162,15 +186,20 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
             not static_width and not self.num_contexts and shortest >= self.selection_width
         )
         self.selection = None
-        if not defer:
+        if not self._deferred:
             self.on_update_kv_lens()
 
     def _copy_block_offsets(self, table: torch.Tensor, role: str) -> None:
-        """Upload the batch's rows, unless the device holds this version of them."""
-        manager = self.kv_cache_manager
-        if self.staging.is_news(table, (manager.table_version, tuple(self.request_ids))):
+        """Upload the batch's rows, unless the device holds this version of them.
+
+        Columns past the blocks that the batch holds are never read: no step, however its lengths
+        are corrected or advanced, writes or reads where its request holds no block.
+        """
+        manager, requests = self.kv_cache_manager, self.request_ids
+        if self.staging.is_news(table, (manager.table_version, tuple(requests))):
             self.staging.num_uploads += 1
-            manager.copy_batch_block_offsets(table, self.request_ids, role)
+            columns = manager.max_held_blocks(requests, role) if self.trim else None
+            manager.copy_batch_block_offsets(table, requests, role, columns)
 
     def _is_short(self, kv_lens: list[int]) -> bool:
         """Whether rows of these requests choose all their keys, to the end of the draft loop."""
@@ -201,6 +230,7 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
             self.index_offset,
         ) = tables
         self._generation_keys = None
+        self._update_indexer_schedule()
 
     def _token_positions(self, n: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Sequence and absolute position of each token; sequence s covers kv_len - seq_len ...
@@ -228,11 +258,33 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         none."""
         return table.take(start + page).long().clamp_(min=0)
 
+    def _update_indexer_schedule(self) -> None:
+        """Split the generation rows' keys over the processors, where rows will choose among
+        them."""
+        unread = self._skip_indexer_sched or self.skip_indexer_for_gen_reqs
+        self.indexer_schedule_is_stale = unread
+        if unread or not (self.num_sms and self.num_generations):
+            return
+        part = slice(self.num_contexts, self.num_seqs)
+        paged_mqa_logits_schedule(
+            torch.minimum(self.kv_lens_cuda[part], self.kv_limits_cuda[part]),
+            self.scheduler_metadata_buffer,
+            self.row_order[: self.num_generations],
+        )
+
+    def check_indexer_schedule(self) -> None:
+        """Raises RuntimeError if the lengths have changed since the schedule was made."""
+        if self.indexer_schedule_is_stale:
+            raise RuntimeError(
+                "the indexer's schedule is stale: the draft loop left it out because its steps "
+                "were to reuse a choice of keys, and now one chooses"
+            )
+
     def generation_keys(self) -> GenerationKeys:
         """Made by the first full layer of a forward, so that a captured graph makes it anew at
         each replay."""
         if self._generation_keys is None:
-            table = self._generation_index_table()
+            table = self.generation_index_table()
             positions = self.position_ids[self.num_ctx_tokens :].unsqueeze(1)
             keys = torch.arange(
                 table.shape[1] * self.kv_cache_manager.tokens_per_block, device=self.device
@@ -242,7 +294,7 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
             )
         return self._generation_keys
 
-    def _generation_index_table(self) -> torch.Tensor:
+    def generation_index_table(self) -> torch.Tensor:
         """int32 [generations, pages]: index-key pages of the generation rows, all columns if the
         width is static."""
         rows = self.indexer_k_cache_block_offsets[self.num_contexts : self.num_seqs]
@@ -278,20 +330,13 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         """See `MTPIndexShareMetadata`."""
         self.indexer_skip_topk = skip
 
-    def last_accepted_rows(self, num_accepted: torch.Tensor) -> torch.Tensor:
-        """int64 [num_seqs]: each context's last row, each generation's row of the last accepted
-        token.
+    def set_skip_indexer_sched_metadata(self, skip: bool) -> None:
+        """See `MTPIndexerScheduleTrimMetadata`."""
+        self._skip_indexer_sched = skip
 
-        Args:
-            num_accepted: int [num_seqs], at least 1; contexts' entries do not matter.
-        """
-        ends = self.seq_lens_cuda[: self.num_seqs].long().cumsum(0)
-        if self.num_contexts == self.num_seqs:
-            return ends - 1
-        starts = ends - self.seq_lens_cuda[: self.num_seqs]
-        return torch.cat(
-            [ends[: self.num_contexts] - 1, (starts + num_accepted - 1)[self.num_contexts :]]
-        )
+    def mtp_next_step_reuses_topk(self) -> bool:
+        """See `MTPIndexerScheduleTrimMetadata`."""
+        return self.indexer_skip_topk
 
     def keep_shared_selection(self, chosen: Selection) -> None:
         """Keep one row per request of a draft loop's first choice for its later steps."""
@@ -301,30 +346,15 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         self.shared_selection = Selection(chosen.indices[rows], chosen.slots[rows], bias)
 
     def begin_draft_rows(self, positions: torch.Tensor) -> None:
-        """From here on one row per request, at `positions` int64 [num_seqs]; see
-        `end_draft_rows`."""
-        n = self.num_seqs
-        self._verify_rows = (self.num_contexts, self.seq_lens, self.kv_lens)
-        if self.num_contexts:  # they become generation rows, which no graph has
+        """See `AttentionMetadata`; contexts become generation rows, which no graph has."""
+        if self.num_contexts:
             self.skip_indexer_for_gen_reqs = self._is_short(self.kv_lens)
-        self._saved_lens = (self.seq_lens_cuda[:n].clone(), self.kv_lens_cuda[:n].clone())
-        self.seq_lens_cuda[:n] = 1  # and back in `end_draft_rows`, so staging stays right
-        self.num_contexts, self.seq_lens = 0, [1] * n
-        self._count_tokens()
-        self.advance_draft_rows(positions)
+        super().begin_draft_rows(positions)
 
-    def advance_draft_rows(self, positions: torch.Tensor) -> None:
-        """Move each request's row to `positions` int64 [num_seqs]; -1 is padding."""
-        self.kv_lens_cuda[: self.num_seqs] = positions + 1
-        self.kv_lens = [n + 1 for n in self.kv_lens]
-        if self.indexer_skip_topk:  # those steps write no keys and choose none
-            self.position_ids = positions
-        else:
+    def update_for_spec_dec(self, positions: torch.Tensor) -> None:
+        """See `AttentionMetadata`; a step that reuses a choice of keys also writes none, and needs
+        its positions alone."""
+        if not self._skip_indexer_sched:
             self.on_update_kv_lens()
-
-    def end_draft_rows(self) -> None:
-        """Back to the step's own rows and lengths."""
-        n = self.num_seqs
-        self.num_contexts, self.seq_lens, self.kv_lens = self._verify_rows
-        self.seq_lens_cuda[:n], self.kv_lens_cuda[:n] = self._saved_lens
-        self._count_tokens()
+            return
+        self.position_ids, self.indexer_schedule_is_stale = positions, True

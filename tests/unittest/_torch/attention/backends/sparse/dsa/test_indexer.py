@@ -11,6 +11,7 @@ from helpers.numerics import DEVICES, Float64, gamma, to_numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tensorrt_llm._torch.attention.backends.interface import AttentionMetadata
 from tensorrt_llm._torch.attention.backends.sparse.dsa import indexer as indexer_module
 from tensorrt_llm._torch.attention.backends.sparse.dsa.cache_manager import DSACacheLayout
 from tensorrt_llm._torch.attention.backends.sparse.dsa.indexer import (
@@ -19,8 +20,15 @@ from tensorrt_llm._torch.attention.backends.sparse.dsa.indexer import (
     index_scores,
     top_k,
 )
-from tensorrt_llm._torch.attention.backends.sparse.dsa.metadata import DSAtrtllmAttentionMetadata
+from tensorrt_llm._torch.attention.backends.sparse.dsa.metadata import (
+    DSAtrtllmAttentionMetadata,
+    Selection,
+)
 from tensorrt_llm._torch.attention.backends.sparse.dsa.params import DSAParams
+from tensorrt_llm._torch.attention.backends.sparse.params import (
+    MTPIndexerScheduleTrimMetadata,
+    MTPIndexShareMetadata,
+)
 from tensorrt_llm._torch.modules.rotary_embedding import RotaryEmbedding
 from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import Role
 
@@ -264,3 +272,85 @@ def test_padding_rows_choose_nothing_and_write_nothing() -> None:
     selection = bench.indexer(*inputs, rotations, metadata)
     assert selection.indices.tolist() == [[-1] * 8] * 2
     assert torch.equal(bench.manager.pool(Role.INDEX_KEY), before)
+
+
+# --- the schedule and index share -----------------------------------------------------------------
+
+
+def draft_row(bench: Bench, position: int) -> None:
+    """Move request 1's row on, as a draft loop does."""
+    bench.metadata.advance_draft_rows(torch.tensor([position]))
+
+
+def choose(bench: Bench, position: int) -> Selection:
+    """One pass of the indexer on request 1's row."""
+    rotations = bench.rotary.rotations(torch.tensor([position]))
+    return bench.indexer(
+        *(t[position : position + 1] for t in bench.inputs[1]), rotations, bench.metadata
+    )
+
+
+@pytest.mark.parametrize("stale_sched", [False, True])
+def test_indexer_decode_mtp_topk_reuse(stale_sched) -> None:
+    """Reusing steps take the stash 1:1 whatever the schedule holds; choosing on a stale one
+    raises."""
+    bench = Bench(LAYOUTS["fp32"], topk=8)
+    bench.step([StepSequence(1, 0, 30)])
+    metadata = bench.metadata
+    set_step(metadata, [], [StepSequence(1, 30)])
+    metadata.prepare()
+    metadata.set_mtp_num_accepted(torch.tensor([1]))
+    metadata.set_in_mtp_draft_loop(True)
+    first = choose(bench, 30)
+    metadata.set_in_mtp_draft_loop(False)
+    metadata.set_skip_topk(True)
+    assert metadata.mtp_next_step_reuses_topk()
+    metadata.set_skip_indexer_sched_metadata(stale_sched)
+    metadata.begin_draft_rows(torch.tensor([31]))
+    if stale_sched:
+        metadata.scheduler_metadata_buffer.fill_(-1)
+    for position in (32, 33):
+        draft_row(bench, position)
+        assert metadata.shared_selection is not None
+        assert torch.equal(metadata.shared_selection.indices, first.indices)
+        assert torch.equal(metadata.shared_selection.slots, first.slots)
+        assert metadata.position_ids.tolist() == [position]
+    assert metadata.indexer_schedule_is_stale is stale_sched
+    if stale_sched:
+        with pytest.raises(RuntimeError, match="schedule is stale"):
+            choose(bench, 33)
+        metadata.set_skip_indexer_sched_metadata(False)
+        draft_row(bench, 33)
+    assert int(choose(bench, 33).indices.max()) <= 33
+
+
+def test_lengths_that_change_while_the_schedule_is_skipped_make_it_stale() -> None:
+    """Tables are refreshed all the same."""
+    bench = Bench(LAYOUTS["fp32"], topk=8)
+    bench.step([StepSequence(1, 0, 30)])
+    metadata = bench.metadata
+    set_step(metadata, [], [StepSequence(1, 29)])
+    metadata.prepare()
+    assert not metadata.indexer_schedule_is_stale
+    metadata.set_skip_indexer_sched_metadata(True)
+    metadata.kv_lens_cuda[:1] -= 3
+    metadata.on_update_kv_lens()
+    assert metadata.position_ids.tolist() == [26]
+    assert metadata.indexer_schedule_is_stale
+    with pytest.raises(RuntimeError, match="schedule is stale"):
+        choose(bench, 26)
+
+
+def test_short_rows_need_no_schedule() -> None:
+    bench = Bench(LAYOUTS["fp32"], topk=64)
+    bench.step([StepSequence(1, 0, 30)])
+    chosen = bench.step([], [StepSequence(1, 30)])
+    assert list(chosen.values()) == [list(range(31))]
+
+
+def test_metadata_is_what_a_draft_loop_may_ask_for() -> None:
+    metadata = Bench(LAYOUTS["fp32"], topk=8).metadata
+    assert isinstance(metadata, MTPIndexShareMetadata)
+    assert isinstance(metadata, MTPIndexerScheduleTrimMetadata)
+    assert metadata.kv_lens_hook_idempotent
+    assert not AttentionMetadata.kv_lens_hook_idempotent
