@@ -50,3 +50,12 @@ def rows_per_request(tokens: int, block_table: Tensor) -> int:
             f"{tokens} token rows do not split evenly over {requests} rows of block_table"
         )
     return tokens // requests
+
+
+def check_positions(positions: Tensor, limit: int, of: str) -> None:
+    """Raises ValueError unless all positions are in [-1, limit)."""
+    if positions.numel() and not bool(((positions >= -1) & (positions < limit)).all()):
+        raise ValueError(
+            f"positions reach from {int(positions.min())} to {int(positions.max())}; {of} has "
+            f"{limit}, and -1 is padding"
+        )

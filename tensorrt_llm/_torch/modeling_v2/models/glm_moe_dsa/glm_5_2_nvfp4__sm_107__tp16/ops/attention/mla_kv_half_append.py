@@ -11,10 +11,10 @@ from tensorrt_llm._torch.custom_ops.cache_ops import scatter_rows
 from tensorrt_llm._torch.modeling_v2.catalog._op import Cell, OpWrapper, assert_bitwise, define_op
 from tensorrt_llm._torch.modules.rotary_embedding import apply_rotary
 
-from ...geometry import GLM_5_2_TP16
-from .._guards import check_positions, check_tensor
+from .._cells import Draw, dtype_of, geometry_of
+from .._checks import check_tensor, require
 from .._inputs import cos_sin_table, poisoned, random_block_table
-from .._paging import check_paging, pool_rows, rows_per_request
+from .._paging import check_paging, check_positions, pool_rows, rows_per_request
 from .._rounding import assert_e4m3_rounding, rms_scale, rotations_at
 
 
@@ -190,50 +190,53 @@ class MlaKvHalfAppend(OpWrapper):
         bmm2_scale: Tensor,
         trigger_at_entry: bool,
     ) -> None:
-        tokens, width = kv_a.shape
-        latent, table = norm_weight.shape[0], block_table.shape
+        (tokens, width), latent = kv_a.shape, norm_weight.shape[0]
         rope = width - latent
-        dtypes = (torch.bfloat16, torch.float32)
-        check_tensor("kv_a", kv_a, (tokens, width), *dtypes, rows_apart=True)
+        require(
+            rope >= 2 and rope % 2 == 0,
+            f"kv_a has {width} columns, {rope} more than norm_weight; it must be 2, 4, ... more",
+        )
+        activations = (torch.bfloat16, torch.float32)
+        check_tensor("kv_a", kv_a, (tokens, width), *activations, rows_apart=True)
         check_tensor("norm_weight", norm_weight, (latent,), kv_a.dtype)
-        if rope < 2 or rope % 2:
-            raise ValueError(f"kv_a has {width} columns, {rope} more than the latent; 2, 4, ...")
-        check_tensor("cos_sin", cos_sin, (cos_sin.shape[0], rope // 2, 2), torch.float32)
+        check_tensor("cos_sin", cos_sin, (None, rope // 2, 2), torch.float32)
         check_tensor("position_ids", position_ids, (tokens,), torch.int64)
-        check_positions(position_ids, cos_sin.shape[0], "cos_sin")
-        check_tensor("block_table", block_table, tuple(table), torch.int32)
-        check_paging(block_size, stride_factor, layer_id)
-        pool_dtypes = (torch.float8_e4m3fn, kv_a.dtype)
-        check_tensor("kv_pool", kv_pool, (kv_pool.shape[0], width), *pool_dtypes)
+        check_tensor("block_table", block_table, (None, None), torch.int32)
+        check_tensor("kv_pool", kv_pool, (None, width), torch.float8_e4m3fn, kv_a.dtype)
         check_tensor("bmm1_scale", bmm1_scale, (2,), torch.float32)
         check_tensor("bmm2_scale", bmm2_scale, (1,), torch.float32)
-        check_positions(position_ids, table[1] * block_size, "block_table")
+        check_positions(position_ids, cos_sin.shape[0], "cos_sin")
+        check_positions(position_ids, block_table.shape[1] * block_size, "block_table")
+        check_paging(block_size, stride_factor, layer_id)
         req_id = torch.arange(tokens, device=kv_a.device) // rows_per_request(tokens, block_table)
         rows = pool_rows(
             req_id, block_table, position_ids.unsqueeze(1), block_size, stride_factor, layer_id
         )
-        written = rows[rows >= 0]
-        if written.unique().numel() != written.numel():
-            raise ValueError(f"pool rows {written.tolist()} repeat; each token needs its own")
-        if written.numel() and int(written.max()) >= kv_pool.shape[0]:
-            raise ValueError(
-                f"kv_pool has {kv_pool.shape[0]} rows; row {int(written.max())} is to be written"
-            )
+        written = rows[rows >= 0].tolist()
+        require(
+            len(set(written)) == len(written),
+            f"pool rows {written} repeat; each token needs its own",
+        )
+        last = max(written, default=-1)
+        require(
+            last < kv_pool.shape[0],
+            f"kv_pool has {kv_pool.shape[0]} rows; row {last} is to be written",
+        )
 
     @staticmethod
     def make_inputs(cell: Cell, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         rows, requests, columns = (cell.spec[name] for name in ("rows", "requests", "columns"))
-        g, layers, pages = GLM_5_2_TP16, 2, 4
-        fused = torch.randn(rows, columns, device=device, generator=generator).bfloat16()
-        weight = 1 + 0.1 * torch.randn(g.kv_lora_rank, device=device, generator=generator)
-        first = 100 + 64 * torch.arange(requests, device=device).unsqueeze(1)
+        g, dtype, draw = geometry_of(cell), dtype_of(cell), Draw(device, generator)
+        layers, pages = 2, 4
+        fused = draw.normal(rows, columns, dtype=dtype)
+        first = 100 + g.tokens_per_block * torch.arange(requests, device=device).unsqueeze(1)
         positions = (first + torch.arange(rows // requests, device=device)).flatten()
         if "padding" in cell.spec:
             positions[rows - cell.spec["padding"] :] = -1
         pool_shape = (requests * pages * layers * g.tokens_per_block, g.latent_width)
         return {
             "kv_a": fused[:, g.q_lora_rank : g.q_lora_rank + g.latent_width],
-            "norm_weight": weight.bfloat16(),
+            "norm_weight": draw.norm_weight(g.kv_lora_rank, dtype),
             "eps": g.rms_norm_eps,
             "cos_sin": cos_sin_table(pages * g.tokens_per_block, g.qk_rope_head_dim, device),
             "position_ids": positions,

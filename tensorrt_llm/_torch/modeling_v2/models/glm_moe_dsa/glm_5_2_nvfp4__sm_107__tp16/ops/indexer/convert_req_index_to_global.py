@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tensorrt_llm._torch.modeling_v2.catalog._op import Cell, OpWrapper, define_op
 
-from ...geometry import GLM_5_2_TP16
-from .._guards import check_tensor
+from .._cells import geometry_of
+from .._checks import INDEX_DTYPES, check_tensor, require
 from .._inputs import random_block_table, random_selection
 from .._paging import check_paging, pool_rows
 
@@ -101,20 +101,24 @@ class ConvertReqIndexToGlobal(OpWrapper):
         layer_id: int,
     ) -> None:
         tokens, requests = token_indices.shape[0], block_table.shape[0]
-        check_tensor("req_id", req_id, (tokens,), torch.int32, torch.int64)
-        check_tensor("block_table", block_table, (requests, block_table.shape[-1]), torch.int32)
+        check_tensor("req_id", req_id, (tokens,), *INDEX_DTYPES)
+        check_tensor("block_table", block_table, (None, None), torch.int32)
         check_tensor("token_indices", token_indices, (tokens, num_topk_tokens), torch.int32)
-        if not bool(((req_id >= 0) & (req_id < requests)).all()):
-            raise ValueError(f"req_id has {req_id.tolist()}; block_table has {requests} rows")
+        require(
+            bool(((req_id >= 0) & (req_id < requests)).all()),
+            f"req_id has {req_id.tolist()}; block_table has {requests} rows",
+        )
         check_paging(block_size, stride_factor, layer_id)
         rows = (int(block_table.max()) + 1) * stride_factor
-        if rows > torch.iinfo(torch.int32).max:
-            raise ValueError(f"the pool has {rows} rows or more; int32 results do not hold them")
+        require(
+            rows <= torch.iinfo(torch.int32).max,
+            f"the pool has {rows} rows or more; int32 results do not hold them",
+        )
 
     @staticmethod
     def make_inputs(cell: Cell, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
         rows, requests, pages = (cell.spec[name] for name in ("rows", "requests", "pages"))
-        g, layers = GLM_5_2_TP16, 4
+        g, layers = geometry_of(cell), 4
         return {
             "req_id": torch.arange(rows, device=device) * requests // rows,
             "block_table": random_block_table(requests, pages, device, generator),

@@ -143,9 +143,9 @@ def test_guards_refuse_by_name() -> None:
         assert_refuses(MlaKvHalfAppend, CELL, message, **changes)
 
     refused("kv_a is torch.float16", kv_a=inputs["kv_a"].half())
-    refused("kv_a has strides", kv_a=torch.zeros(576, 8).bfloat16().T)
+    refused("kv_a has the strides", kv_a=torch.zeros(576, 8).bfloat16().T)
     refused("norm_weight is torch.float32", norm_weight=inputs["norm_weight"].float())
-    refused("575 columns, 63 more", kv_a=torch.zeros(8, 576).bfloat16()[:, :575])
+    refused("575 columns, 63 more than norm_weight", kv_a=torch.zeros(8, 576).bfloat16()[:, :575])
     refused("cos_sin is", cos_sin=inputs["cos_sin"][:, :16])
     refused("positions reach from 100 to 107; cos_sin has 104", cos_sin=inputs["cos_sin"][:104])
     refused(

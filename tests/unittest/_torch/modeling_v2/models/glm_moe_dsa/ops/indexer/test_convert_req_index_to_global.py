@@ -74,4 +74,4 @@ def test_guards_refuse_by_name() -> None:
     refused("page of layer_id 4, 64 rows, does not lie within a block of 256", layer_id=4)
     refused("int32 results do not hold them", stride_factor=1 << 30)
     strided = torch.zeros(1, 256, dtype=torch.int32)[:, ::2]
-    refused("block_table has strides", block_table=strided)
+    refused("block_table has the strides", block_table=strided)
