@@ -45,8 +45,10 @@ class HostStaging:
         host = torch.tensor(values, dtype=dst.dtype, pin_memory=dst.is_cuda)
         dst[: len(values)].copy_(host, non_blocking=True)
 
-    def upload(self, values: Sequence[int], device: torch.device) -> torch.Tensor:
-        """A new int64 tensor [len(values)] on the device; nothing is copied for no values."""
+    def upload(
+        self, values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
+    ) -> torch.Tensor:
+        """A new tensor [len(values)] on the device; nothing is copied for no values."""
         self.num_uploads += bool(values)
-        host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+        host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
         return host.to(device, non_blocking=True)

@@ -7,11 +7,10 @@ from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model
 
 from tensorrt_llm._torch.pyexecutor.config import ExecutorConfig
 from tensorrt_llm.llmapi import unsupported
-from tensorrt_llm.llmapi.checkpoint import ARCHITECTURE, Checkpoint
+from tensorrt_llm.llmapi.checkpoint import Checkpoint
 from tensorrt_llm.llmapi.devices import cuda_is_usable
 from tensorrt_llm.llmapi.strict_model import StrictModel
 from tensorrt_llm.llmapi.unsupported import Neutral
-from tensorrt_llm.logger import logger
 from tensorrt_llm.mapping import Mapping
 
 # Without kv_cache_config.max_tokens the CPU caches eight longest sequences, but no more tokens than
@@ -132,6 +131,11 @@ class MTPDecodingConfig(StrictModel):
     num_nextn_predict_layers: PositiveInt | None = Field(
         default=None, description="The older name of `max_draft_len`; equal when both are given."
     )
+    use_rejection_sampling: bool = Field(
+        default=False,
+        description="Requests that sample draw their drafts as well, and keep or replace each so "
+        "that the output has the model's distribution; accepts more where that is flat.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -204,7 +208,8 @@ class LlmArgs(StrictModel):
     attn_backend: Literal["TRTLLM"] = Field(default="TRTLLM", description="The DSA backend.")
     modeling_v2: Annotated[Literal["off", "auto", "require"], BeforeValidator(_yaml_off)] = Field(
         default="off",
-        description="Use the deployment's own target: never, if there is one, or else fail.",
+        description="Run the deployment's own target: off never, auto where there is one, require "
+        "or else fail. Each rank decides once, when it builds its model.",
     )
     enable_iter_perf_stats: bool = Field(
         default=False, description="Report statistics of every step, not only now and then."
@@ -244,10 +249,10 @@ class LlmArgs(StrictModel):
         checkpoint.check_tensor_parallel(self.tensor_parallel_size)
         if self.speculative_config is not None:
             checkpoint.check_drafting()
-        self._check_modeling_v2()
         device = self._resolve_device()
         max_batch_size = self.max_batch_size or DEFAULT_MAX_BATCH_SIZE[device]
         graphs = self.cuda_graph_config if device == "cuda" else None
+        speculation = self.speculative_config
         return ExecutorConfig(
             model=self.model.resolve(),
             device=device,
@@ -262,7 +267,8 @@ class LlmArgs(StrictModel):
             max_batch_size=max_batch_size,
             max_num_tokens=self.max_num_tokens,
             max_seq_len=self.max_seq_len,
-            max_draft_len=self.speculative_config.draft_len if self.speculative_config else 0,
+            max_draft_len=speculation.draft_len if speculation else 0,
+            use_rejection_sampling=bool(speculation and speculation.use_rejection_sampling),
             enable_chunked_prefill=self.enable_chunked_prefill,
             cuda_graph_batch_sizes=graphs.resolve(max_batch_size) if graphs else (),
             disable_overlap_scheduler=self.disable_overlap_scheduler,
@@ -276,17 +282,6 @@ class LlmArgs(StrictModel):
     def _mapping(self, rank: int) -> Mapping:
         size = self.tensor_parallel_size
         return Mapping(world_size=size, rank=rank, tp_size=size, gpus_per_node=self.gpus_per_node)
-
-    def _check_modeling_v2(self) -> None:
-        """No target exists yet: `require` cannot be met, `auto` takes the built-in model."""
-        missing = (
-            f"no target for this deployment ({ARCHITECTURE}, "
-            f"tensor_parallel_size {self.tensor_parallel_size})"
-        )
-        if self.modeling_v2 == "require":
-            raise ValueError(f"modeling_v2 is 'require', but there is {missing}")
-        if self.modeling_v2 == "auto":
-            logger.info("modeling_v2: %s; the built-in model runs", missing)
 
     def _resolve_device(self) -> str:
         if self.device == "cpu":

@@ -111,7 +111,6 @@ SPECULATIVE_CONFIG: Neutral = {
     "speculative_model_dir": (None,),
     "speculative_model_subfolder": (None,),
     "allow_advanced_sampling": (None, True),
-    "use_rejection_sampling": OFF,
     "use_relaxed_acceptance_for_thinking": OFF,
     "relaxed_topk": (1,),
     "relaxed_delta": (0.0, 0),

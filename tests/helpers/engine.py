@@ -38,6 +38,7 @@ def executor_config(model: Path, **overrides: Any) -> ExecutorConfig:
         "max_num_tokens": 256,
         "max_seq_len": None,
         "max_draft_len": 0,
+        "use_rejection_sampling": False,
         "enable_chunked_prefill": True,
         "cuda_graph_batch_sizes": (),
         "disable_overlap_scheduler": True,

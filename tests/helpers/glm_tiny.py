@@ -25,6 +25,12 @@ def heldout(every: int) -> list[tuple[list[int], str]]:
     return [(chat_ids(line["messages"][0]["content"]), line["answer"]) for line in parsed]
 
 
+def prompts(count: int) -> list[list[int]]:
+    """Held-out questions, shortest first, and one of a single token."""
+    asked = [prompt for prompt, _ in heldout(every=360 // count)]
+    return [[5], *sorted(asked[: count - 1], key=len)]
+
+
 def chat_ids(question: str) -> list[int]:
     """One user turn, ready for the answer."""
     text = f"[gMASK]<sop><|user|>\n{question}<|assistant|>\n"

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from helpers.engine import executor_config
 from tensorrt_llm import SamplingParams
 from tensorrt_llm._torch.pyexecutor.config import ExecutorConfig
+from tensorrt_llm._torch.pyexecutor.host_choice import HostChoice
 from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import (
     BufferConfig,
     KVCacheManagerV2,
@@ -28,7 +29,7 @@ from tensorrt_llm._torch.pyexecutor.messages import (
     Shutdown,
     TokenLogprobs,
 )
-from tensorrt_llm._torch.pyexecutor.py_executor import Choose, Outgoing, PyExecutor
+from tensorrt_llm._torch.pyexecutor.py_executor import Outgoing, PyExecutor
 from tensorrt_llm._torch.pyexecutor.sampler import SampledToken, TorchSampler
 from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests
 from tensorrt_llm._torch.pyexecutor.step import SequenceResult
@@ -115,7 +116,7 @@ class ScriptedModel:
         for role in Role:
             self._cells(role).fill_(EMPTY)
 
-    def launch(self, batch: ScheduledRequests, choose: Choose | None) -> "Landed":
+    def launch(self, batch: ScheduledRequests, choose: HostChoice | None) -> "Landed":
         """A step that is over at once."""
         contexts, generations = batch.context_requests, batch.generation_requests
         self._check_size([r.chunk_len for r in contexts], len(generations))

@@ -102,7 +102,7 @@ class Build:
 
     def kernels(self) -> float:
         """Kernels and copies per step that the device ran, those of the graph included."""
-        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
             self.run(PROFILED_STEPS)
         ran = [e for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
         return len(ran) / (PROFILED_STEPS + 1)

@@ -34,9 +34,9 @@ def test_the_readme_names_commands_that_make_has():
     assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in commands)
 
 
-def token_path_references() -> list[tuple[str, str]]:
+def code_references(document: Path) -> set[tuple[str, str]]:
     """Each `path.py:function` or `path.py:Class.method` of the document."""
-    return sorted(set(re.findall(r"`([\w/.]+\.py):([\w.]+)`", TOKEN_PATH.read_text())))
+    return set(re.findall(r"`([\w/.]+\.py):([\w.]+)`", document.read_text()))
 
 
 def definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
@@ -48,10 +48,12 @@ def definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
 
 
 def test_the_token_path_has_references():
-    assert len(token_path_references()) >= 15
+    assert len(code_references(TOKEN_PATH)) >= 15
 
 
-@pytest.mark.parametrize(("path", "function"), token_path_references())
-def test_each_step_of_the_token_path_exists(path, function):
+@pytest.mark.parametrize(
+    ("path", "function"), sorted(set().union(*map(code_references, DOCUMENTS)))
+)
+def test_code_that_documents_name_exists(path, function):
     source = (ROOT / "tensorrt_llm" / path).read_text()
     assert function in definitions(ast.parse(source).body)

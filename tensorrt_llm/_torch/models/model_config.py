@@ -10,6 +10,8 @@ import torch
 
 from tensorrt_llm._torch.attention.backends.sparse.dsa.cache_manager import DSACacheLayout
 from tensorrt_llm._torch.attention.backends.sparse.dsa.params import DSAParams, full_indexer_layers
+from tensorrt_llm._torch.models.checkpoints.quantization import declared_format
+from tensorrt_llm._torch.speculative.interface import SpecConfig, SpeculativeDecodingMode
 from tensorrt_llm.logger import logger
 from tensorrt_llm.mapping import Mapping
 
@@ -39,6 +41,10 @@ DEFAULTS: dict[str, Any] = {
     "index_skip_topk_offset": 2,
     "index_share_for_mtp_iteration": False,
 }
+
+
+# declared_format's names -> TensorRT-LLM's
+QUANT_ALGOS = {"nvfp4": "NVFP4", "fp8": "FP8_BLOCK_SCALES", "none": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +123,26 @@ class PretrainedConfig:
         return cls(**picked, **derived)
 
     @property
+    def architectures(self) -> list[str]:
+        return self.raw["architectures"]
+
+    @property
     def dsa_params(self) -> DSAParams:
         return DSAParams(self.index_n_heads, self.index_head_dim, self.index_topk)
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """How the checkpoint's quantised tensors are stored: TensorRT-LLM's name, None for none."""
+
+    quant_algo: str | None = None
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "QuantConfig":
+        """As config.json and hf_quant_config.json declare it; see `declared_format`."""
+        files = (directory / name for name in ("config.json", "hf_quant_config.json"))
+        config, extra = (json.loads(f.read_text()) if f.is_file() else {} for f in files)
+        return cls(QUANT_ALGOS[declared_format(config, extra)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +154,9 @@ class ModelConfig:
             engines do. transformers builds them with 1e-6.
         kv_cache_fp8: e4m3 latents and index keys.
         max_draft_len: drafts per step with the MTP layer; 0 leaves that layer out.
+        quant_config: the checkpoint's storage.
+        modeling_v2_target: name of the registered class that modeling_v2 chose; None builds the
+            architecture's own.
 
     Raises:
         ValueError: drafting without an MTP layer in the checkpoint.
@@ -142,6 +169,8 @@ class ModelConfig:
     kv_cache_fp8: bool = False
     latent_norm_eps: float | None = None
     max_draft_len: int = 0
+    quant_config: QuantConfig = field(default_factory=QuantConfig)
+    modeling_v2_target: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_draft_len and not self.pretrained_config.num_nextn_predict_layers:
@@ -154,6 +183,13 @@ class ModelConfig:
     def latent_eps(self) -> float:
         eps = self.latent_norm_eps
         return self.pretrained_config.rms_norm_eps if eps is None else eps
+
+    @property
+    def spec_config(self) -> SpecConfig | None:
+        """The one kind of drafting that the engine runs, None without drafts."""
+        if not self.max_draft_len:
+            return None
+        return SpecConfig(SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL, self.max_draft_len)
 
     @property
     def cache_layout(self) -> DSACacheLayout:

@@ -11,7 +11,8 @@ from tensorrt_llm._torch.attention.backends.sparse.dsa.backend import DSATrtllmA
 from tensorrt_llm._torch.attention.backends.sparse.dsa.indexer import Indexer
 from tensorrt_llm._torch.attention.backends.sparse.dsa.metadata import DSAtrtllmAttentionMetadata
 from tensorrt_llm._torch.distributed import AllReduce
-from tensorrt_llm._torch.models.model_config import ModelConfig
+from tensorrt_llm._torch.models.model_config import ARCHITECTURE, ModelConfig
+from tensorrt_llm._torch.models.modeling_utils import register_auto_model
 from tensorrt_llm._torch.modules.embedding import Embedding, LMHead
 from tensorrt_llm._torch.modules.fused_moe import DeepseekV3Gate, FusedMoE
 from tensorrt_llm._torch.modules.gated_mlp import GatedMLP
@@ -234,6 +235,7 @@ class MTPDraftModel(nn.Module):
         return self.layer(self.embed_tokens(input_ids), hidden_states, rotations, attn_metadata)
 
 
+@register_auto_model(ARCHITECTURE)
 class GlmMoeDsaForCausalLM(nn.Module):
     """The engine-facing model. `forward` gives logits; `weight_specs` is the loading plan."""
 
@@ -255,6 +257,9 @@ class GlmMoeDsaForCausalLM(nn.Module):
         yield from self.lm_head.weight_specs("lm_head")
         if self.draft_model is not None:
             yield from self.draft_model.weight_specs()
+
+    def post_load_weights(self) -> None:
+        """Called once when all parameters are filled; a target derives its operands here."""
 
     def unused_weights(self) -> dict[str, str]:
         """Checkpoint tensors that are not loaded: name pattern -> reason."""

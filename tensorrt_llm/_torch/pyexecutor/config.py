@@ -27,10 +27,12 @@ class ExecutorConfig:
         max_num_tokens: tokens in one step.
         max_seq_len: prompt plus generated tokens of one request; None takes the model's.
         max_draft_len: drafts per step with the checkpoint's MTP layer; 0 turns speculation off.
+        use_rejection_sampling: requests that sample draw their drafts as well.
         enable_chunked_prefill: split prompts that do not fit into `max_num_tokens`.
         cuda_graph_batch_sizes: decode batch sizes to capture, ascending; empty turns graphs off.
         disable_overlap_scheduler: run the plain step loop.
-        attn_backend, modeling_v2, speculative: carried for the rooms that read them.
+        attn_backend: carried for the rooms that read it.
+        modeling_v2: "off" | "auto" | "require", see `modeling_v2_resolve`.
         stop_tokenizer: directory of the tokenizer that stop strings are matched with; None refuses
             them.
         num_threads: CPU threads of one rank; None leaves torch's choice divided by the ranks of
@@ -52,6 +54,7 @@ class ExecutorConfig:
     max_num_tokens: int
     max_seq_len: int | None
     max_draft_len: int
+    use_rejection_sampling: bool
     enable_chunked_prefill: bool
     cuda_graph_batch_sizes: tuple[int, ...]
     disable_overlap_scheduler: bool

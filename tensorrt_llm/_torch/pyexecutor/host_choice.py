@@ -2,9 +2,16 @@
 
 import torch
 
+from tensorrt_llm._torch.host_staging import HostStaging
 from tensorrt_llm._torch.pyexecutor.llm_request import LlmRequest
-from tensorrt_llm._torch.pyexecutor.sampler import SampledToken, TorchSampler
+from tensorrt_llm._torch.pyexecutor.sampler import (
+    SampledToken,
+    TorchSampler,
+    draft_uniform,
+    filters_of,
+)
 from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests
+from tensorrt_llm._torch.speculative.rejection_sampling import DraftSampling
 
 
 class HostChoice:
@@ -15,6 +22,7 @@ class HostChoice:
 
     Args:
         rows: logits rows of a generation request, 1 + its drafts.
+        sample_drafts: rejection sampling: requests that are not greedy draw their drafts as well.
 
     Attributes:
         tokens: per request id, what was sampled for its rows.
@@ -22,10 +30,17 @@ class HostChoice:
     """
 
     def __init__(
-        self, sampler: TorchSampler, batch: ScheduledRequests, rows: int, vocab_size: int
+        self,
+        sampler: TorchSampler,
+        batch: ScheduledRequests,
+        rows: int,
+        vocab_size: int,
+        sample_drafts: bool,
     ) -> None:
         self._sampler, self._batch, self._rows = sampler, batch, rows
-        self._vocab_size = vocab_size
+        self._vocab_size, self._sample_drafts = vocab_size, sample_drafts
+        self._draft_sampling: DraftSampling | None = None
+        self._drafting: list[int] = []  # ids of the requests that draw their drafts
         self.tokens: dict[int, list[SampledToken]] = {}
         self.prompt_errors: dict[int, str] = {}
 
@@ -41,6 +56,32 @@ class HostChoice:
                 self.tokens.setdefault(request.request_id, []).append(token)
                 chosen[place] = token.token_id
         return chosen.to(logits.device)
+
+    def stage_draft_sampling(
+        self, staging: HostStaging, device: torch.device
+    ) -> DraftSampling | None:
+        """For the step's draft loop; None if all its drafts are the likeliest tokens."""
+        if not self._sample_drafts:
+            return None
+        table: list[list[float]] = []
+        batch = self._batch
+        for row, request in enumerate(batch.context_requests + batch.generation_requests):
+            # The drafts of a chunk that does not end its prompt are not used.
+            if not request.sampling_params.greedy and request.is_last_chunk:
+                uniforms = [draft_uniform(request, place) for place in range(self._rows - 1)]
+                table.append([row, *filters_of(request, self._vocab_size), *uniforms])
+                self._drafting.append(request.request_id)
+        if table:
+            self._draft_sampling = DraftSampling.upload(table, staging, device)
+        return self._draft_sampling
+
+    def draft_probs(self, request: LlmRequest) -> list[torch.Tensor]:
+        """What the request's new drafts were drawn from, see `LlmRequest`; after the launch."""
+        sampling = self._draft_sampling
+        if sampling is None or request.request_id not in self._drafting:
+            return []
+        row = self._drafting.index(request.request_id)
+        return [probs[row] for probs in sampling.draft_probs]
 
     @property
     def _num_choices(self) -> int:

@@ -7,12 +7,18 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from tensorrt_llm._torch.pyexecutor.messages import NewRequest, TokenLogprobs
+from tensorrt_llm._torch.pyexecutor.messages import (
+    NewRequest,
+    SpeculationStats,
+    TokenLogprobs,
+)
 from tensorrt_llm._torch.pyexecutor.stop_criteria import StopCriteria
 from tensorrt_llm.sampling_params import SamplingParams
 from tensorrt_llm.tokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
+    import torch
+
     from tensorrt_llm._torch.pyexecutor.sampler import LogitsEdits
 
 
@@ -48,6 +54,7 @@ class LlmRequest:
         max_seq_len: bound on prompt plus generated tokens.
         eos_token_ids: the model's.
         tokenizer: for stop strings.
+        speculation: where counting begins; None without drafting.
 
     Attributes:
         tokens: prompt and generated tokens; `output_token_ids` the generated ones alone.
@@ -57,15 +64,19 @@ class LlmRequest:
         max_total_tokens: tokens at which the request ends at the latest.
         edits: the sampler's; what the request changes in its logits, made at the first use.
         draft_token_ids: what the last finished step drafted, for a step that samples on the host.
+        draft_probs: per draft that was drawn, the distribution it was drawn from, int64 [vocab];
+            empty if the drafts are the likeliest tokens.
         rows_in_flight: rows of steps that were launched and are not finished; the host counts them
             as cached until it knows better.
         tokens_in_flight: tokens that those steps will bring at least.
         prompt_logprobs: collected over the chunks until the first response takes them.
+        speculation: how its drafts have fared.
     """
 
     __slots__ = (
         "choice",
         "chunk_len",
+        "draft_probs",
         "draft_token_ids",
         "edits",
         "max_total_tokens",
@@ -76,6 +87,7 @@ class LlmRequest:
         "request_id",
         "rows_in_flight",
         "sampling_params",
+        "speculation",
         "state",
         "stop_criteria",
         "tokens",
@@ -88,6 +100,7 @@ class LlmRequest:
         max_seq_len: int,
         eos_token_ids: Collection[int] = (),
         tokenizer: Tokenizer | None = None,
+        speculation: SpeculationStats | None = None,
     ) -> None:
         params, prompt = message.sampling_params, message.prompt_token_ids
         self.request_id = message.request_id
@@ -100,6 +113,7 @@ class LlmRequest:
         self.num_computed_tokens = 0
         self.chunk_len = 0
         self.draft_token_ids: list[int] = []
+        self.draft_probs: list[torch.Tensor] = []
         self.rows_in_flight = self.tokens_in_flight = 0
         wanted = max_seq_len if params.max_tokens is None else len(prompt) + params.max_tokens
         self.max_total_tokens = min(wanted, max_seq_len)
@@ -113,6 +127,7 @@ class LlmRequest:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
+        self.speculation = speculation
 
     @property
     def num_tokens(self) -> int:

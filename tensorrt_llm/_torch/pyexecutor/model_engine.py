@@ -4,7 +4,6 @@ What a step hands to the next one (tokens, drafts, how far the guess about the c
 on the device in the `TokenStore`, so that the next step can be launched before this one is over.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,12 +18,10 @@ from tensorrt_llm._torch.speculative.interface import SpecMetadata, SpecOutputs,
 
 if TYPE_CHECKING:
     from tensorrt_llm._torch.pyexecutor.config import ExecutorConfig
+    from tensorrt_llm._torch.pyexecutor.host_choice import HostChoice
     from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import KVCacheManagerV2
     from tensorrt_llm._torch.pyexecutor.llm_request import LlmRequest
     from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests
-
-# fp32 logits [rows, vocab] -> int64 [contexts + generations * (1 + K)], the target's tokens.
-Choose = Callable[[torch.Tensor], torch.Tensor]
 
 
 class PyTorchModelEngine:
@@ -69,7 +66,7 @@ class PyTorchModelEngine:
         self.graphs.capture_all(progress)
 
     @torch.inference_mode()
-    def launch(self, batch: "ScheduledRequests", choose: Choose | None = None) -> StepHandle:
+    def launch(self, batch: "ScheduledRequests", choose: "HostChoice | None" = None) -> StepHandle:
         """Start a step; its results come through the handle.
 
         Args:
@@ -87,7 +84,7 @@ class PyTorchModelEngine:
         handle.launch_counts = LaunchCounts(uploads, ops.count - uploads)
         return handle
 
-    def _launch(self, batch: "ScheduledRequests", choose: Choose | None) -> StepHandle:
+    def _launch(self, batch: "ScheduledRequests", choose: "HostChoice | None") -> StepHandle:
         generations = batch.generation_requests
         greedy_decode = choose is None and not batch.context_requests
         if greedy_decode and self.graphs.fits(len(generations)):
@@ -179,7 +176,7 @@ class PyTorchModelEngine:
 
     # --- the step on the device -------------------------------------------------------------------
 
-    def run(self, inputs: StepInputs, choose: Choose | None = None) -> torch.Tensor:
+    def run(self, inputs: StepInputs, choose: "HostChoice | None" = None) -> torch.Tensor:
         """The whole step on staged inputs; without `choose` a graph can capture it.
 
         Returns:
@@ -188,6 +185,9 @@ class PyTorchModelEngine:
         metadata, store = self.attn_metadata, self.store
         slots = store.slots[: inputs.num_seqs]
         self._preprocess_inputs(inputs)
+        draft_sampling = (
+            choose.stage_draft_sampling(metadata.staging, self.device) if choose else None
+        )
         verified = store.next_new_tokens[slots[inputs.num_contexts :]]
         input_ids = verified.flatten()
         if inputs.num_contexts:
@@ -205,6 +205,7 @@ class PyTorchModelEngine:
             draft_tokens=verified[:, 1:],
             context_next_tokens=inputs.context_next_tokens,
             slot_ids=slots,
+            draft_sampling=draft_sampling,
             is_cuda_graph=inputs.is_cuda_graph,
         )
         outputs = self.worker.forward(

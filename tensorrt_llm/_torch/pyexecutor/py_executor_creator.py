@@ -1,12 +1,19 @@
 """Builds the engine of one rank: model, cache pools, decode graphs, step loop."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from tensorrt_llm._torch.distributed import min_over_ranks
+from tensorrt_llm._torch.modeling_v2._router_index import modeling_v2_resolve
 from tensorrt_llm._torch.models.loading import load_model
-from tensorrt_llm._torch.models.model_config import ModelConfig, PretrainedConfig, eos_token_ids
+from tensorrt_llm._torch.models.model_config import (
+    ModelConfig,
+    PretrainedConfig,
+    QuantConfig,
+    eos_token_ids,
+)
 from tensorrt_llm._torch.pyexecutor.config import ExecutorConfig
 from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import (
     BufferConfig,
@@ -34,10 +41,13 @@ def create_py_executor(
         receive, send: rank 0's way to the outside, see `PyExecutor`.
 
     Raises:
-        ValueError: a config that the model or the memory cannot hold, with both numbers.
+        ValueError: a config that the model or the memory cannot hold, with both numbers; a required
+            target that there is not.
     """
     first = config.mapping.rank == 0
     model_config = _model_config(config)
+    target = modeling_v2_resolve(model_config, config)
+    model_config = replace(model_config, modeling_v2_target=target)
     model = load_model(config.model, model_config, load_format=config.load_format, progress=first)
     max_seq_len, cache = _create_kv_cache(config, model_config)
     if first:
@@ -70,6 +80,7 @@ def _model_config(config: ExecutorConfig) -> ModelConfig:
         kv_cache_fp8=config.kv_cache_dtype == "fp8",
         latent_norm_eps=config.latent_norm_eps,
         max_draft_len=config.max_draft_len,
+        quant_config=QuantConfig.from_directory(config.model),
     )
 
 

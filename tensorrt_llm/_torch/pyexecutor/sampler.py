@@ -3,11 +3,10 @@
 Order per row: logit_bias, repetition / presence / frequency penalty, min_tokens mask; then greedy
 rows take the largest logit and the others temperature, top-k, top-p, min-p and a draw.
 
-The draw is exact integer arithmetic. A token's weight is its probability relative to the likeliest
-token's, as a fixed-point integer; sums of integers do not depend on their order, so the outcome is
-the same on every rank, in any batch and for any way in which a device adds up. The random number is
-a hash of seed, choice and the token's place in the output, so it does not depend on the rest of the
-batch either.
+A row whose draft was drawn itself (rejection sampling) gets the draft or a draw from what is left
+of the row's distribution, see `accept_or_redraw`. All draws are exact integer arithmetic and do not
+depend on the rest of the batch. Neither do the random numbers, which are hashes of seed, choice and
+the token's place in the output.
 """
 
 import hashlib
@@ -18,8 +17,10 @@ from typing import NamedTuple
 
 import torch
 
+from tensorrt_llm._torch.custom_ops.sampling import NUM_FILTERS, draw_tokens, probabilities
 from tensorrt_llm._torch.pyexecutor.llm_request import LlmRequest, has_penalties
 from tensorrt_llm._torch.pyexecutor.messages import Logprob, TokenLogprobs
+from tensorrt_llm._torch.speculative.rejection_sampling import accept_or_redraw
 
 _LOGPROB_ROWS = 128  # rows of a prompt that are normalised at a time; bounds the scratch memory
 
@@ -48,7 +49,8 @@ class TorchSampler:
             logits: fp32 [rows, vocab], not modified.
             requests: one per row.
             drafted: per row, the drafts that come after the request's tokens and before this row;
-                the row is sampled as if they were part of the output. None: no drafts.
+                the row is sampled as if they were part of the output. None: no drafts. The
+                row's own draft is the request's next one.
 
         Returns:
             One entry per row. A row whose largest logit is not finite (NaN counts as largest) has
@@ -57,10 +59,16 @@ class TorchSampler:
         drafted = drafted if drafted is not None else [()] * len(requests)
         edited = _edit(logits, requests, drafted)
         best, ids = edited.max(dim=-1)
-        drawn = [i for i, r in enumerate(requests) if not r.sampling_params.greedy]
+        drawn: list[int] = []
+        verified: list[int] = []
+        for i, request in enumerate(requests):
+            if not request.sampling_params.greedy:
+                draft_was_drawn = len(drafted[i]) < len(request.draft_probs)
+                (verified if draft_was_drawn else drawn).append(i)
         if drawn:
-            table = [_draw_params(requests[i], len(drafted[i]), logits.shape[1]) for i in drawn]
-            ids[drawn] = _draw(edited[drawn], torch.tensor(table, dtype=torch.float64))
+            ids[drawn] = _draw(edited, requests, drafted, drawn)
+        if verified:
+            ids[verified] = _verify(edited, requests, drafted, verified)
         # Ids are below 2**53, so one float64 transfer brings them and the largest logits.
         host_best, host_ids = torch.stack((best, ids.double())).tolist()
         if all(map(math.isfinite, host_best)) and not _any_logprobs(requests):
@@ -190,42 +198,43 @@ def logits_error(best: float, request: LlmRequest) -> str | None:
     return f"logits of request {request.request_id} {what}"
 
 
-def _draw(logits: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """One token per row, by inverse CDF over the filtered tokens in order of weight.
-
-    Args:
-        logits: fp32 [rows, vocab], edited.
-        table: float64 [rows, 5] of `_draw_params`, on the host.
-
-    Returns:
-        int64 [rows]. A row that is not finite gives some valid id.
-    """
-    vocab = logits.shape[1]
-    temperature, top_k, top_p, min_p, uniform = table.to(logits.device).unsqueeze(2).unbind(1)
-    weights, order = _weights(logits, temperature).sort(dim=-1, descending=True, stable=True)
-    weights *= torch.arange(vocab, device=logits.device) < top_k
-    ahead = weights.cumsum(-1) - weights  # of the tokens before each
-    weights *= ahead < top_p * weights.sum(-1, keepdim=True)
-    weights *= weights >= min_p * weights[:, :1]
-    cumulative = weights.cumsum(-1)
-    total = cumulative[:, -1:]
-    # Rounding may lift the product to the total itself, which would be one past the last token.
-    target = torch.minimum((uniform * total).long(), total - 1).clamp_(min=0)
-    place = torch.searchsorted(cumulative, target, right=True).clamp_(max=vocab - 1)
-    return order.gather(1, place).squeeze(1)
+def _draw(
+    edited: torch.Tensor,
+    requests: Sequence[LlmRequest],
+    drafted: Sequence[Sequence[int]],
+    rows: list[int],
+) -> torch.Tensor:
+    """Tokens of `rows` by temperature, filters and a draw: int64 [len(rows)]."""
+    table = [
+        (*filters_of(requests[i], edited.shape[1]), _target_uniform(requests[i], len(drafted[i])))
+        for i in rows
+    ]
+    columns = torch.tensor(table, dtype=torch.float64).to(edited.device)
+    return draw_tokens(edited[rows], columns[:, :NUM_FILTERS], columns[:, NUM_FILTERS])
 
 
-def _weights(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Probabilities over the row's largest as int64 [rows, vocab]; a row sums to below 2**62."""
-    one = 1 << (62 - logits.shape[1].bit_length())
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)).double().div_(temperature)
-    return scaled.exp_().mul_(one).nan_to_num_(0.0).long()
+def _verify(
+    edited: torch.Tensor,
+    requests: Sequence[LlmRequest],
+    drafted: Sequence[Sequence[int]],
+    rows: list[int],
+) -> torch.Tensor:
+    """Tokens of `rows` whose drafts were drawn: the draft or another one, int64 [len(rows)]."""
+    table: list[tuple[float, ...]] = []
+    for i in rows:
+        request, place = requests[i], len(drafted[i])
+        draft = request.draft_token_ids[place]
+        uniforms = (_accept_uniform(request, place), _target_uniform(request, place))
+        table.append((*filters_of(request, edited.shape[1]), draft, *uniforms))
+    columns = torch.tensor(table, dtype=torch.float64).to(edited.device)
+    drafts, accepting, redrawing = columns[:, NUM_FILTERS:].unbind(1)
+    target_probs = probabilities(edited[rows], columns[:, :NUM_FILTERS])
+    draft_probs = torch.stack([requests[i].draft_probs[len(drafted[i])] for i in rows])
+    return accept_or_redraw(target_probs, draft_probs, drafts.long(), accepting, redrawing)
 
 
-def _draw_params(
-    request: LlmRequest, num_drafted: int, vocab_size: int
-) -> tuple[float, float, float, float, float]:
-    """Temperature, top-k, top-p, min-p (neutral if not set) and the token's uniform number."""
+def filters_of(request: LlmRequest, vocab_size: int) -> tuple[float, float, float, float]:
+    """Temperature, top-k, top-p, min-p of a request that is not greedy; neutral if not set."""
     params = request.sampling_params
     assert params.temperature is not None
     return (
@@ -233,24 +242,44 @@ def _draw_params(
         params.top_k or vocab_size,
         params.top_p or 1.0,
         params.min_p or 0.0,
-        uniform(params.seed, request.choice, len(request.output_token_ids) + num_drafted),
     )
 
 
-def uniform(seed: int | None, choice: int, index: int) -> float:
+def draft_uniform(request: LlmRequest, place: int) -> float:
+    """For drawing the next step's draft at `place`. The output is longer in each step, so that its
+    length and the place name one draft."""
+    params, start = request.sampling_params, len(request.output_token_ids)
+    return uniform(params.seed, request.choice, start, place, stream=b"draft")
+
+
+def _accept_uniform(request: LlmRequest, num_drafted: int) -> float:
+    """For accepting the draft after so many others."""
+    index = len(request.output_token_ids) + num_drafted
+    return uniform(request.sampling_params.seed, request.choice, index, stream=b"accept")
+
+
+def _target_uniform(request: LlmRequest, num_drafted: int) -> float:
+    """For drawing a token from the target, or from what rejecting its draft leaves."""
+    index = len(request.output_token_ids) + num_drafted
+    return uniform(request.sampling_params.seed, request.choice, index)
+
+
+def uniform(seed: int | None, choice: int, *place: int, stream: bytes = b"") -> float:
     """A number in [0, 1) that depends on nothing but its arguments.
 
     Args:
         seed: the request's, signed 64-bit.
         choice: which of `n` siblings.
-        index: place of the token in the output.
+        place: of the token in the output.
+        stream: at most 16 bytes; numbers of different streams are independent.
 
     Raises:
         ValueError: no seed.
     """
     if seed is None:
         raise ValueError("sampling needs a seed")
-    digest = hashlib.blake2b(struct.pack("<qqq", seed, choice, index), digest_size=8).digest()
+    message = struct.pack(f"<{2 + len(place)}q", seed, choice, *place)
+    digest = hashlib.blake2b(message, digest_size=8, person=stream).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 

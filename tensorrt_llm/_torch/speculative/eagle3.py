@@ -10,6 +10,7 @@ from tensorrt_llm._torch.attention.backends.sparse.params import (
     MTPIndexShareMetadata,
 )
 from tensorrt_llm._torch.speculative.interface import SpecMetadata, SpecOutputs, SpecWorkerBase
+from tensorrt_llm._torch.speculative.rejection_sampling import DraftSampling
 from tensorrt_llm.mapping import Mapping
 
 
@@ -41,7 +42,9 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         """
         accepted, counts = self.accept_draft_tokens(target_tokens, spec_metadata)
         ids = self._first_draft_inputs(input_ids, accepted, attn_metadata, spec_metadata)
-        drafts = self._draft(ids, hidden_states, counts, attn_metadata, draft_model)
+        drafts = self._draft(
+            ids, hidden_states, counts, attn_metadata, spec_metadata.draft_sampling, draft_model
+        )
         last = accepted.gather(1, counts.unsqueeze(1) - 1)
         return SpecOutputs(accepted, counts, drafts, torch.cat([last, drafts], dim=1))
 
@@ -73,6 +76,7 @@ class Eagle3OneModelWorker(SpecWorkerBase):
         hidden_states: torch.Tensor,
         counts: torch.Tensor,
         attn_metadata: AttentionMetadata,
+        draft_sampling: DraftSampling | None,
         draft_model: Any,
     ) -> torch.Tensor:
         """int64 [seqs, K]: the first step on all rows, the later ones on one row per request."""
@@ -91,7 +95,7 @@ class Eagle3OneModelWorker(SpecWorkerBase):
                     attn_metadata.begin_draft_rows(following)
                 else:
                     attn_metadata.advance_draft_rows(following)
-            ids = self.draft_argmax(draft_model.lm_head.local_logits(scored))
+            ids = self.draft_tokens(draft_model.lm_head.local_logits(scored), draft_sampling)
             drafts.append(ids)
             positions, rows = attn_metadata.position_ids, self._later_rows(attn_metadata)
         if self._leaves_verify_rows:

@@ -1,6 +1,7 @@
 """What one-model speculation is made of: the step's metadata and the worker's base."""
 
 from dataclasses import dataclass
+from enum import IntEnum, auto
 from typing import Any
 
 import torch
@@ -11,7 +12,24 @@ from tensorrt_llm._torch.speculative.mtp_tail_trim import (
     DraftArgmaxExchange,
     mtp_tail_trim_enabled,
 )
+from tensorrt_llm._torch.speculative.rejection_sampling import DraftSampling
 from tensorrt_llm.mapping import Mapping
+
+
+class SpeculativeDecodingMode(IntEnum):
+    """Kinds of drafting. The engine runs MTP_EAGLE_ONE_MODEL; routing tells it from the others."""
+
+    MTP = auto()  # one MTP layer per draft ("vanilla")
+    MTP_EAGLE_ONE_MODEL = auto()  # the first MTP layer again and again, inside the model's step
+    NGRAM = auto()
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """What drafts, and how many drafts a step verifies."""
+
+    spec_dec_mode: SpeculativeDecodingMode
+    max_draft_len: int
 
 
 @dataclass
@@ -26,6 +44,7 @@ class SpecMetadata:
         context_next_tokens: int64 [num_contexts]: the prompt token after the chunk, or -1 where the
             chunk ends its prompt and the sampled token follows.
         slot_ids: int64 [num_contexts + num_generations], the requests' places in the token store.
+        draft_sampling: draws the drafts of some sequences; None if all are the likeliest tokens.
         is_cuda_graph: the step belongs to a graph, captured or about to be.
     """
 
@@ -35,6 +54,7 @@ class SpecMetadata:
     draft_tokens: torch.Tensor
     context_next_tokens: torch.Tensor
     slot_ids: torch.Tensor
+    draft_sampling: DraftSampling | None = None
     is_cuda_graph: bool = False
 
 
@@ -116,6 +136,18 @@ class SpecWorkerBase:
         """
         tokens = target_tokens.unsqueeze(1)
         return SpecOutputs(tokens, torch.ones_like(target_tokens), tokens[:, :0], tokens)
+
+    def draft_tokens(self, logits: torch.Tensor, sampling: DraftSampling | None) -> torch.Tensor:
+        """Next draft of each sequence, int64 [seqs]: the likeliest token, or a draw.
+
+        Args:
+            logits: [seqs, vocab / tp] of this rank.
+        """
+        drafts = self.draft_argmax(logits)
+        if sampling is not None:
+            rows = sampling.rows
+            drafts[rows] = sampling.draw(allgather(logits[rows], self.mapping).float())
+        return drafts
 
     def draft_argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """Greedy token of each row: [rows, vocab / tp] of this rank -> int64 [rows], equal on all.

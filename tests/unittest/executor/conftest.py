@@ -31,6 +31,7 @@ def executor_config(world_size: int = 1, model: str = "/nowhere") -> ExecutorCon
         enable_chunked_prefill=False,
         cuda_graph_batch_sizes=(),
         max_draft_len=0,
+        use_rejection_sampling=False,
         disable_overlap_scheduler=True,
         attn_backend="TRTLLM",
         modeling_v2="off",

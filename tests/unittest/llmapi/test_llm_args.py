@@ -53,8 +53,12 @@ def copy_of(checkpoint: Path, directory: Path, **changes: Any) -> Path:
             "max_draft_len 3 and num_nextn_predict_layers 2 mean the same",
         ),
         (
-            {"speculative_config": {"decoding_type": "MTP", "use_rejection_sampling": True}},
-            "'use_rejection_sampling' is not supported",
+            {"speculative_config": {"decoding_type": "MTP", "use_rejection_sampling": "yes"}},
+            "speculative_config.use_rejection_sampling is 'yes'; input should be a valid boolean",
+        ),
+        (
+            {"speculative_config": {"decoding_type": "MTP", "relaxed_topk": 3}},
+            "'relaxed_topk' is not supported",
         ),
         ({"pipeline_parallel_size": 2}, "it is 2, and only 1 is accepted"),
         ({"pipeline_parallel_size": True}, "it is True, and only 1 is accepted"),
@@ -160,6 +164,22 @@ def test_resolved_values(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("speculation", "draft_len", "rejection"),
+    [
+        (None, 0, False),
+        ({"num_nextn_predict_layers": 2}, 2, False),
+        ({"max_draft_len": 3, "use_rejection_sampling": True}, 3, True),
+    ],
+)
+def test_resolved_speculation(
+    checkpoint: Path, speculation: dict | None, draft_len: int, rejection: bool
+) -> None:
+    given = speculation and {"decoding_type": "MTP", **speculation}
+    config = cpu_args(checkpoint, speculative_config=given).executor_config()
+    assert (config.max_draft_len, config.use_rejection_sampling) == (draft_len, rejection)
+
+
+@pytest.mark.parametrize(
     ("max_seq_len", "expected"), [(None, 65536), (1000, 8000), (10_000, 65536), (90_000, 90_000)]
 )
 def test_cpu_cache_is_bounded(
@@ -204,11 +224,6 @@ def test_graph_batch_size_above_the_engines() -> None:
             {"tensor_parallel_size": 4},
             "tensor_parallel_size 4 does not divide vocab_size 510",
         ),
-        (
-            {},
-            {"modeling_v2": "require"},
-            "no target for this deployment .GlmMoeDsaForCausalLM, tens",
-        ),
     ],
 )
 def test_unfit_checkpoints(
@@ -217,6 +232,22 @@ def test_unfit_checkpoints(
     model = copy_of(checkpoint, tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         cpu_args(model, **args).executor_config()
+
+
+@pytest.mark.parametrize("mode", ["off", "auto", "require"])
+def test_every_rank_gets_the_mode_of_modeling_v2(
+    checkpoint: Path, tmp_path: Path, mode: str
+) -> None:
+    path = tmp_path / "extra.yaml"
+    path.write_text(f"modeling_v2: {mode}\ntensor_parallel_size: 4\n")
+    args = llm_args_from_cli_and_yaml({"model": str(checkpoint), "device": "cpu"}, path)
+    assert {args.executor_config(rank).modeling_v2 for rank in range(4)} == {mode}
+
+
+@pytest.mark.parametrize("mode", ["on", "requires", "Auto", True, None])
+def test_a_typo_in_modeling_v2_is_an_error(checkpoint: Path, mode: Any) -> None:
+    with pytest.raises(ValueError, match="modeling_v2"):
+        cpu_args(checkpoint, modeling_v2=mode)
 
 
 def test_missing_checkpoints(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Targets by model family, as `modeling_<family>.py` has the built-in ones."""

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from helpers.reference_sampling import hf_probabilities
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
@@ -35,20 +36,6 @@ def sample(logits: torch.Tensor, *requests: LlmRequest) -> list[int]:
     result = TorchSampler().sample(logits, requests)
     assert [r.error for r in result] == [None] * len(requests)
     return [r.token_id for r in result]
-
-
-def hf_probabilities(
-    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
-) -> torch.Tensor:
-    """float64 [vocab] after transformers' warpers in their order."""
-    scores = hf.TemperatureLogitsWarper(temperature)(None, logits.double())
-    if top_k:
-        scores = hf.TopKLogitsWarper(top_k)(None, scores)
-    if top_p < 1:
-        scores = hf.TopPLogitsWarper(top_p)(None, scores)
-    if min_p:
-        scores = hf.MinPLogitsWarper(min_p)(None, scores)
-    return scores.softmax(-1)[0]
 
 
 def test_greedy_takes_the_largest_and_the_first_of_equals() -> None:

@@ -1,0 +1,1 @@
+"""GLM-5.2 and its bring-up shapes."""

@@ -266,11 +266,11 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         if unread or not (self.num_sms and self.num_generations):
             return
         part = slice(self.num_contexts, self.num_seqs)
-        paged_mqa_logits_schedule(
-            torch.minimum(self.kv_lens_cuda[part], self.kv_limits_cuda[part]),
-            self.scheduler_metadata_buffer,
-            self.row_order[: self.num_generations],
-        )
+        kv_lens = self.kv_lens_cuda[part]
+        if self.max_draft_len:
+            kv_lens = torch.minimum(kv_lens, self.kv_limits_cuda[part])
+        row_order = self.row_order[: self.num_generations]
+        paged_mqa_logits_schedule(kv_lens, self.scheduler_metadata_buffer, row_order)
 
     def check_indexer_schedule(self) -> None:
         """Raises RuntimeError if the lengths have changed since the schedule was made."""

@@ -1,7 +1,7 @@
 """Arithmetic that several records share, and how far kernels may be from it.
 
-References keep the activation dtype of their inputs: with bf16 they round where the kernels do, with
-fp32 nothing is rounded.
+References keep the activation dtype of their inputs: with bf16 they round where the kernels do,
+with fp32 nothing is rounded.
 """
 
 import math
@@ -23,6 +23,17 @@ def project(
     if x.dtype == torch.float32:
         return F.linear(x, weight).to(out_dtype or x.dtype)
     return F.linear(x.double(), weight.double()).float().to(out_dtype or x.dtype)
+
+
+def rows_or_zeros(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """table[ids] [*ids.shape, width], bit copies; rows of +0 for ids outside of [0, rows of table).
+
+    Args:
+        table: [rows, width].
+        ids: int32 or int64, any shape.
+    """
+    outside = (ids < 0) | (ids >= table.shape[0])
+    return F.embedding(ids.masked_fill(outside, 0), table).masked_fill(outside.unsqueeze(-1), 0)
 
 
 def rms_norm_rounded_once(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,0 +1,49 @@
+"""The trunk that a target's class puts in the place of the built-in model."""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorrt_llm._torch.modeling_v2._surface import missing_fields
+from tensorrt_llm._torch.modeling_v2._target import Phase, Target, phase_of
+from tensorrt_llm._torch.modeling_v2.catalog._op import advance_step_generation
+
+
+class ModelingV2Core(nn.Module):
+    """Owns the modules and weights, and gives each forward to the target of its phase."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._targets: dict[Phase, Target] = {}
+        self._contract_pending = True
+
+    @abstractmethod
+    def build_targets(self) -> dict[Phase, Target]:
+        """Both phases' targets, from loaded weights."""
+
+    def post_load_weights(self) -> None:
+        """Parameters are filled: build the targets. Until then there is nothing to run."""
+        self._targets = self.build_targets()
+
+    def forward(self, attn_metadata: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """input_ids, position_ids int64 [tokens] -> hidden states after the final norm [tokens,
+        hidden].
+
+        Raises:
+            AssertionError: the first step's metadata lacks what `_surface` says that it has.
+        """
+        advance_step_generation()
+        if self._contract_pending:
+            self._check_step_contract(attn_metadata)
+        return self._targets[phase_of(attn_metadata)].forward(attn_metadata, *args, **kwargs)
+
+    def _check_step_contract(self, attn_metadata: Any) -> None:
+        """Once, on the first step: an engine that drifted fails here, not in a layer's middle."""
+        missing = missing_fields("DSAtrtllmAttentionMetadata", attn_metadata)
+        assert not missing, (
+            f"{type(attn_metadata).__name__} lacks {missing}, which modeling_v2 takes from it "
+            "(modeling_v2/_surface.py)"
+        )
+        self._contract_pending = False

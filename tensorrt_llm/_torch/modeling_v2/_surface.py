@@ -1,0 +1,136 @@
+"""Everything that modeling_v2 takes from the engine around it.
+
+Targets are meant to run inside TensorRT-LLM's own tree too, where the engine is not this one. So a
+name is listed here before it is used: where it is, what is read of it and what that means. Two
+tests hold the list true: no code of this package imports or reads an engine name that is not on
+it, and this project's engine provides every name that is.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+TORCH = "tensorrt_llm._torch"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One engine name.
+
+    Args:
+        module, name: `from module import name`.
+        meaning: what it is, or who sets the fields.
+        fields: attributes and methods that are read; of a function none.
+        receivers: the variable names that such an object goes by in this package; what is read
+            of a variable of that name must be one of `fields`.
+        ours: TensorRT-LLM lacks this, or has it elsewhere; laying a target over its tree means
+            bringing these along.
+    """
+
+    module: str
+    name: str
+    meaning: str
+    fields: tuple[str, ...] = ()
+    receivers: tuple[str, ...] = ()
+    ours: bool = False
+
+
+SURFACE = (
+    Entry("tensorrt_llm.logger", "logger", "the logger", ("info",), ("logger",)),
+    Entry(
+        "tensorrt_llm.mapping",
+        "Mapping",
+        "the rank's place in the parallel layout; set when the ranks start",
+        (
+            "rank",
+            "world_size",
+            "tp_size",
+            "moe_ep_size",
+            "moe_cluster_size",
+            "enable_attention_dp",
+        ),
+        ("mapping",),
+    ),
+    Entry(
+        f"{TORCH}.models.model_config",
+        "ModelConfig",
+        "what a model is built from; complete before routing",
+        ("pretrained_config", "mapping", "quant_config", "spec_config"),
+        ("model_config",),
+    ),
+    Entry(
+        f"{TORCH}.models.model_config",
+        "ModelConfig",
+        "the device that the model is built on",
+        ("device",),
+        ("model_config",),
+        ours=True,
+    ),
+    Entry(
+        f"{TORCH}.models.model_config",
+        "PretrainedConfig",
+        "config.json under the hub's names (in TensorRT-LLM it is transformers' class)",
+        (
+            "architectures",
+            "num_hidden_layers",
+            "hidden_size",
+            "n_routed_experts",
+            "q_lora_rank",
+            "num_attention_heads",
+            "moe_intermediate_size",
+            "intermediate_size",
+            "vocab_size",
+        ),
+        ("pretrained_config",),
+    ),
+    Entry(
+        f"{TORCH}.models.model_config",
+        "PretrainedConfig",
+        "read from a checkpoint directory, for `explain`",
+        ("from_directory",),
+        ours=True,
+    ),
+    Entry(
+        f"{TORCH}.models.model_config",
+        "QuantConfig",
+        'the checkpoint\'s quantisation; quant_algo "NVFP4", "FP8_BLOCK_SCALES" or None',
+        ("quant_algo",),
+        ("quant_config",),
+    ),
+    Entry(
+        f"{TORCH}.models.model_config",
+        "QuantConfig",
+        "read from a checkpoint directory, for `explain`",
+        ("from_directory",),
+        ours=True,
+    ),
+    Entry(
+        f"{TORCH}.speculative.interface",
+        "SpecConfig",
+        "the drafting (in TensorRT-LLM the speculative_config of the LLM arguments)",
+        ("spec_dec_mode", "max_draft_len"),
+        ("spec_config",),
+    ),
+    Entry(
+        f"{TORCH}.speculative.interface",
+        "SpeculativeDecodingMode",
+        "kinds of drafting",
+        ("MTP", "MTP_EAGLE_ONE_MODEL", "NGRAM"),
+    ),
+    Entry(
+        f"{TORCH}.attention.backends.sparse.dsa.metadata",
+        "DSAtrtllmAttentionMetadata",
+        "the step's tables; the model engine sets them before each forward",
+        ("num_contexts",),
+        ("md", "attn_metadata"),
+    ),
+)
+
+
+def fields_of(name: str) -> tuple[str, ...]:
+    """All listed fields of an engine class."""
+    return tuple(field for entry in SURFACE if entry.name == name for field in entry.fields)
+
+
+def missing_fields(name: str, value: Any) -> list[str]:
+    """The listed fields of engine class `name` that `value` does not have."""
+    return [field for field in fields_of(name) if not hasattr(value, field)]

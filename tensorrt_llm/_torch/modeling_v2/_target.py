@@ -1,0 +1,44 @@
+"""The two halves of a target's forward, and which of them a step takes."""
+
+from abc import ABC, abstractmethod
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+class Phase(Enum):
+    """PREFILL: the step has context rows, alone or beside generations. DECODE: generations only."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class StepMetadata(Protocol):
+    num_contexts: int
+
+
+def phase_of(md: StepMetadata) -> Phase:
+    """Read for every forward and never kept: the draft loop changes `num_contexts` in place."""
+    return Phase.DECODE if md.num_contexts == 0 else Phase.PREFILL
+
+
+class Target(ABC):
+    """One phase of a target, made when the weights are loaded.
+
+    It holds the core and asks it for operands at each use, so that nothing outlives what it was
+    taken from.
+    """
+
+    def __init__(self, core: nn.Module) -> None:
+        self.core = core
+
+    @abstractmethod
+    def step_args(self, md: Any) -> dict[str, Any]:
+        """The step's own arguments of the ops, which are bound anew in every forward."""
+
+    @abstractmethod
+    def forward(self, attn_metadata: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """input_ids, position_ids int64 [tokens] -> hidden states after the final norm [tokens,
+        hidden]."""
