@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorrt_llm._torch.custom_ops import paged_mqa_logits
+from tensorrt_llm._torch.custom_ops.paged_mqa_logits import (
+    paged_mqa_logits_schedule as make_schedule,
+)
 from tensorrt_llm._torch.modeling_v2.catalog._op import Cell, OpWrapper, define_op
 
 from .._cells import Draw
@@ -48,7 +50,7 @@ class PagedMqaLogitsSchedule(OpWrapper):
 
     @staticmethod
     def reference(kv_lens: Tensor, scheduler_metadata: Tensor, row_order: Tensor) -> None:
-        paged_mqa_logits.paged_mqa_logits_schedule(kv_lens, scheduler_metadata, row_order)
+        make_schedule(kv_lens, scheduler_metadata, row_order)
 
     @staticmethod
     def fake(kv_lens: Tensor, scheduler_metadata: Tensor, row_order: Tensor) -> None:

@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.op_cells import assert_refuses, cell_id, cell_inputs, check_cell
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tensorrt_llm._torch.modeling_v2.catalog._op import Cell
@@ -15,9 +13,6 @@ from tensorrt_llm._torch.modeling_v2.models.glm_moe_dsa.glm_5_2_nvfp4__sm_107__t
 )
 from tensorrt_llm._torch.modeling_v2.models.glm_moe_dsa.glm_5_2_nvfp4__sm_107__tp16.ops.indexer.fp8_paged_mqa_logits import (  # noqa: E501
     Fp8PagedMqaLogits,
-)
-from tensorrt_llm._torch.modeling_v2.models.glm_moe_dsa.glm_5_2_nvfp4__sm_107__tp16.ops.indexer.paged_mqa_logits_schedule import (  # noqa: E501
-    PagedMqaLogitsSchedule,
 )
 
 SMALL = Geometry(index_n_heads=16, index_head_dim=32)
@@ -35,11 +30,6 @@ CELL, TWO = small(Fp8PagedMqaLogits.CELLS[0]), small(Fp8PagedMqaLogits.CELLS[-1]
 @pytest.mark.parametrize("cell", Fp8PagedMqaLogits.CELLS, ids=cell_id)
 def test_cell(cell: Cell) -> None:
     check_cell(Fp8PagedMqaLogits, small(cell))
-
-
-@pytest.mark.parametrize("cell", PagedMqaLogitsSchedule.CELLS, ids=cell_id)
-def test_schedule_cell(cell: Cell) -> None:
-    check_cell(PagedMqaLogitsSchedule, cell)
 
 
 def scores(inputs: dict[str, Any]) -> Tensor:
@@ -107,26 +97,6 @@ def test_neither_the_launch_nor_other_rows_change_a_bit() -> None:
     assert torch.equal(changed[:5], out[:5]) and torch.equal(changed[6:], out[6:])
 
 
-@given(
-    st.lists(st.integers(0, 700), min_size=1, max_size=5),
-    st.integers(1, 9),
-)
-def test_shares_are_whole_ordered_and_even(lens: list[int], processors: int) -> None:
-    metadata = torch.full((processors + 1, 2), -7, dtype=torch.int32)
-    order = torch.full((len(lens),), -7, dtype=torch.int32)
-    kv_lens = torch.tensor(lens, dtype=torch.int32)
-    PagedMqaLogitsSchedule.is_valid(kv_lens, metadata, order)
-    PagedMqaLogitsSchedule.raw_call(kv_lens, metadata, order)
-    assert order.tolist() == sorted(range(len(lens)), key=lambda r: (-lens[r], r))
-    chunks = [(i, c) for i, r in enumerate(order.tolist()) for c in range(-(-lens[r] // 64))] + [
-        (len(lens), 0)
-    ]
-    total, starts = len(chunks) - 1, [tuple(entry) for entry in metadata.tolist()]
-    if total:
-        assert starts == [chunks[p * total // processors] for p in range(processors + 1)]
-    assert starts[-1] == (len(lens), 0)
-
-
 def test_guards_refuse_by_name() -> None:
     inputs = cell_inputs(Fp8PagedMqaLogits, CELL)
 
@@ -143,13 +113,3 @@ def test_guards_refuse_by_name() -> None:
     refused("each of 1 requests must be there once", row_order=torch.tensor([1]).int())
     refused("the schedule ends at", scheduler_metadata=torch.zeros(149, 2).int())
     refused("out is", logits=inputs["logits"][:, :192])
-
-
-def test_schedule_guards_refuse_by_name() -> None:
-    def refused(message: str, **changes: Any) -> None:
-        assert_refuses(PagedMqaLogitsSchedule, PagedMqaLogitsSchedule.CELLS[0], message, **changes)
-
-    refused("kv_lens is torch.int64", kv_lens=torch.ones(1, dtype=torch.int64))
-    refused(r"kv_lens has \[-1\]", kv_lens=torch.tensor([-1], dtype=torch.int32))
-    refused("scheduler_metadata has 1 entries", scheduler_metadata=torch.zeros(1, 2).int())
-    refused(r"row_order is \[2\]; it must be \[1\]", row_order=torch.zeros(2).int())
