@@ -1,6 +1,5 @@
 """Index queries, head weights and keys of one call; both tails in one; guards."""
 
-
 import pytest
 import torch
 from helpers.indexer_tails import E4M3, PAGE, expected_key, expected_query, small
