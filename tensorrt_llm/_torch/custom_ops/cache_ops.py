@@ -3,7 +3,7 @@ nowhere."""
 
 import torch
 
-from tensorrt_llm._torch.custom_ops.fp8 import E4M3_MAX
+from tensorrt_llm._torch.custom_ops.fp8 import saturating_cast
 
 try:
     import triton
@@ -20,9 +20,7 @@ def scatter_rows(rows: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) 
         slots: int64 [tokens], distinct where not negative.
         values: [tokens, width], cast to the rows' dtype; e4m3 saturates at 448.
     """
-    if rows.dtype == torch.float8_e4m3fn:  # unit scale; not every torch saturates in the cast
-        values = values.clamp(-E4M3_MAX, E4M3_MAX)
-    values = values.to(rows.dtype)
+    values = saturating_cast(values, rows.dtype)
     if not rows.is_cuda and rows.dtype.itemsize > 1:  # torch has no index_copy_ for fp8
         try:
             rows.index_copy_(0, slots, values)

@@ -7,6 +7,13 @@ QUANT_BLOCK = 128  # channels that share one scale
 MIN_AMAX = 1e-4  # keeps the scale of an all-zero block away from zero
 
 
+def saturating_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in `dtype`, rounded to nearest even; e4m3 at unit scale saturates at 448, NaN stays NaN."""
+    if dtype == torch.float8_e4m3fn:  # not every torch saturates in the cast
+        x = x.clamp(-E4M3_MAX, E4M3_MAX)
+    return x.to(dtype)
+
+
 def num_scales(channels: int) -> int:
     """Scales of one row of `channels`."""
     return -(-channels // QUANT_BLOCK)

@@ -113,9 +113,38 @@ def paged_mqa_logits(
         ValueError: shapes, dtypes, devices or strides other than these, or a layer that the pool
             does not have; on the CPU also queries that do not fit `key_dtype`.
     """
+    check_paged_mqa_logits(
+        q,
+        w,
+        pool,
+        layer_slot,
+        key_dtype,
+        block_table,
+        positions,
+        scheduler_metadata,
+        row_order,
+        out,
+    )
+    keys, scales = _layer_pages(pool, layer_slot, key_dtype, q.shape[-1])
+    score = _launch_kernel if q.is_cuda else _score_on_host
+    score(q, w, keys, scales, block_table, positions, scheduler_metadata, row_order, out)
+
+
+def check_paged_mqa_logits(
+    q: torch.Tensor,
+    w: torch.Tensor,
+    pool: torch.Tensor,
+    layer_slot: int,
+    key_dtype: torch.dtype,
+    block_table: torch.Tensor,
+    positions: torch.Tensor,
+    scheduler_metadata: torch.Tensor,
+    row_order: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Raises ValueError for arguments that `paged_mqa_logits` refuses; looks at no values."""
     _check_queries(q, w)
     _check_pool(pool, layer_slot, key_dtype, q)
-    keys, scales = _layer_pages(pool, layer_slot, key_dtype, q.shape[-1])
     requests, tokens = q.shape[0], q.shape[0] * q.shape[1]
     pages = max(block_table.numel() // requests, 1)
     entries = max(scheduler_metadata.numel() // 2, 2)
@@ -123,10 +152,8 @@ def paged_mqa_logits(
     _check("positions", positions, torch.int64, (tokens,), q.device)
     _check("scheduler_metadata", scheduler_metadata, torch.int32, (entries, 2), q.device)
     _check("row_order", row_order, torch.int32, (requests,), q.device)
-    width = pages * keys.shape[1]
+    width = pages * (pool.shape[2] // _token_bytes(key_dtype, q.shape[3]))
     _check("out", out, torch.float32, (tokens, width), q.device, rows_apart=True)
-    score = _launch_kernel if q.is_cuda else _score_on_host
-    score(q, w, keys, scales, block_table, positions, scheduler_metadata, row_order, out)
 
 
 def _check(

@@ -123,6 +123,34 @@ SURFACE = (
         ("num_contexts",),
         ("md", "attn_metadata"),
     ),
+    Entry(
+        f"{TORCH}.attention.backends.sparse.dsa.cache_manager",
+        "DSACacheLayout",
+        "where index keys and their scales lie in a page, and their writer",
+        ("write_index_pool", "index_key_bytes"),
+        ("layout",),
+        ours=True,
+    ),
+    Entry(
+        f"{TORCH}.attention.backends.sparse.dsa.indexer",
+        "KEY_NORM_EPS",
+        "eps of the index keys' norm",
+        ours=True,
+    ),
+    *(
+        Entry(f"{TORCH}.{module}", name, meaning, ours=True)
+        for module, name, meaning in (
+            ("custom_ops.cache_ops", "scatter_rows", "writes rows of a pool"),
+            ("custom_ops.fp8", "QUANT_BLOCK", "channels that share a scale"),
+            ("custom_ops.fp8", "quantize_e4m3_ue8m0", "e4m3 with power-of-two scales"),
+            ("custom_ops.fp8", "saturating_cast", "e4m3 at unit scale"),
+            ("custom_ops.paged_mqa_logits", "check_paged_mqa_logits", "what it refuses"),
+            ("custom_ops.paged_mqa_logits", "paged_mqa_logits", "index scores of paged keys"),
+            ("custom_ops.paged_mqa_logits", "paged_mqa_logits_schedule", "its processors' shares"),
+            ("custom_ops.sparse_mla", "gather_rows", "reads rows of a pool"),
+            ("modules.rotary_embedding", "apply_rotary", "rotates interleaved pairs in fp32"),
+        )
+    ),
 )
 
 

@@ -75,8 +75,19 @@ class DSACacheLayout:
         """Store index keys [tokens, index_head_dim] at (block, offset), int64 [tokens]; block -1
         is padding."""
         pool, slot = manager.pool(INDEX_KEY), manager.layer_slot(INDEX_KEY, layer_idx)
+        self.write_index_pool(pool, slot, keys, block, offset)
+
+    def write_index_pool(
+        self,
+        pool: torch.Tensor,
+        slot: int,
+        keys: torch.Tensor,
+        block: torch.Tensor,
+        offset: torch.Tensor,
+    ) -> None:
+        """`write_index_keys` at a layer's slot of the pool, uint8 [blocks, layers, page bytes]."""
         layers, page_bytes = pool.shape[1:]
-        tokens_per_block = manager.tokens_per_block
+        tokens_per_block = page_bytes // self.index_key_bytes
         if not self.fp8:  # without scales a page is plain rows
             rows = pool.view(-1).view(self.key_dtype).view(-1, self.index_head_dim)
             row = torch.where(block < 0, block, block * layers * tokens_per_block + offset)

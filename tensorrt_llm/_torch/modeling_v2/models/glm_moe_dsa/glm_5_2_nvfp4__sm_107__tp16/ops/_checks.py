@@ -21,9 +21,14 @@ def require(condition: bool, message: str) -> None:
 
 
 def check_tensor(
-    name: str, x: torch.Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype
+    name: str,
+    x: torch.Tensor,
+    shape: tuple[int | None, ...],
+    *dtypes: torch.dtype,
+    rows_apart: bool = False,
 ) -> None:
-    """Shape (None: any size), dtype (none given: any), contiguous.
+    """Shape (None: any size), dtype (none given: any), contiguous or, with `rows_apart`, of
+    contiguous rows.
 
     Raises:
         ValueError: what differs.
@@ -37,7 +42,8 @@ def check_tensor(
         not dtypes or x.dtype in dtypes,
         f"{name} is {x.dtype}; it must be {' or '.join(map(str, dtypes))}",
     )
-    require(x.is_contiguous(), f"{name} has the strides {list(x.stride())}; it must be contiguous")
+    fits, what = (x.stride(-1) == 1, "its rows") if rows_apart else (x.is_contiguous(), "it")
+    require(fits, f"{name} has the strides {list(x.stride())}; {what} must be contiguous")
 
 
 def check_aligned(name: str, x: torch.Tensor) -> None:
