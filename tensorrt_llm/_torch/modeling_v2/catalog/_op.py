@@ -234,8 +234,8 @@ class OpWrapper(ABC):
     def run(cls, call: Callable[..., Any], inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         """Everything that `call` (`raw_call` or `reference`) produces: what it returns, then what
         it wrote. It works on copies, so `inputs` stay as they are."""
-        copies = {name: inputs[name].clone() for name in cls.written_arguments()}
-        arguments = {**inputs, **copies}
+        written = [name for name in cls.written_arguments() if inputs.get(name) is not None]
+        arguments = {**inputs, **{name: inputs[name].clone() for name in written}}
         return cls.produced(call(**arguments), arguments)
 
     @classmethod
@@ -245,7 +245,8 @@ class OpWrapper(ABC):
             returned = ()
         elif isinstance(returned, torch.Tensor):
             returned = (returned,)
-        return (*returned, *(arguments[name] for name in cls.written_arguments()))
+        written = (arguments.get(name) for name in cls.written_arguments())
+        return (*returned, *(value for value in written if value is not None))
 
     def bind_const(self, **values: Any) -> None:
         """Fix arguments for all layers; later calls add or replace.
@@ -368,9 +369,15 @@ def assert_bitwise(out: Sequence[torch.Tensor], ref: Sequence[torch.Tensor]) -> 
     for i, (a, b) in enumerate(zip(out, ref, strict=True)):
         assert a.dtype == b.dtype, f"tensor {i}: dtype {a.dtype} instead of {b.dtype}"
         assert a.shape == b.shape, f"tensor {i}: shape {tuple(a.shape)}, not {tuple(b.shape)}"
-        bits_a, bits_b = (t.contiguous().flatten().view(torch.uint8) for t in (a, b))
+        bits_a, bits_b = as_bytes(a), as_bytes(b)
         differing = int((bits_a != bits_b).sum())
         assert not differing, f"tensor {i}: {differing} of {bits_a.numel()} bytes differ"
+
+
+def as_bytes(t: torch.Tensor) -> torch.Tensor:
+    """uint8 [bytes]: a copy of the tensor's memory in the order of its elements."""
+    # clone and not contiguous(), which may keep a stride that a view as bytes cannot have.
+    return t.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
 
 
 def assert_within_ulp(
