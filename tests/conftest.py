@@ -1,10 +1,14 @@
 """What all tests share: small thread counts, no network, and clean skips where a GPU is missing."""
 
 import functools
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+from tensorrt_llm.logger import logger
 
 # Set before torch is imported and inherited by the rank processes that tests start: several
 # processes that each take all cores are slower than one.
@@ -32,3 +36,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, needed in GPUS_NEEDED.items():
         if item.get_closest_marker(marker) and gpu_count() < needed:
             pytest.skip(f"needs {needed} GPU(s), found {gpu_count()}")
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """The project's logger does not propagate, so the capturing handler is hung on it."""
+    logger.addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, logger=logger.name):
+        yield caplog
+    logger.removeHandler(caplog.handler)

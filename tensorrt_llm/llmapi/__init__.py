@@ -1,6 +1,6 @@
 """The LLM API: `LLM` and what goes in and out of it."""
 
-from tensorrt_llm._torch.pyexecutor.messages import FinishReason, Logprob
+from tensorrt_llm._torch.pyexecutor.messages import FinishReason, Logprob, SpeculationStats
 from tensorrt_llm.executor import EngineDeadError
 from tensorrt_llm.llmapi.config_file import llm_args_from_cli_and_yaml
 from tensorrt_llm.llmapi.errors import RequestError
@@ -21,5 +21,6 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "SpeculationStats",
     "llm_args_from_cli_and_yaml",
 ]

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tensorrt_llm._torch.pyexecutor.messages import FinishReason, LlmResponse, TokenLogprobs
+from tensorrt_llm._torch.pyexecutor.messages import (
+    FinishReason,
+    LlmResponse,
+    SpeculationStats,
+    TokenLogprobs,
+)
 from tensorrt_llm.executor import EngineDeadError
 from tensorrt_llm.llmapi.inbox import Inbox
 from tensorrt_llm.llmapi.text_stream import TextStream
@@ -30,6 +35,7 @@ class CompletionOutput:
         finish_reason: None while it goes on.
         stop_reason: the stop id or stop string that ended it.
         decoding_iter: steps that brought tokens.
+        speculation: how its drafts fared, known at its end; None without drafting.
         text_diff, token_ids_diff, logprobs_diff: what the latest step added.
     """
 
@@ -41,6 +47,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     decoding_iter: int = 0
+    speculation: SpeculationStats | None = None
     text_diff: str = ""
     token_ids_diff: list[int] = field(default_factory=list)
     logprobs_diff: list[TokenLogprobs] = field(default_factory=list)
@@ -56,6 +63,17 @@ class CompletionOutput:
         first."""
         return self.length / self.decoding_iter if self.decoding_iter else None
 
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per verify step, the target's own included; None without drafting, before the
+        end, and when nothing was verified."""
+        return self.speculation.acceptance_length if self.speculation else None
+
+    @property
+    def acceptance_per_position(self) -> tuple[float, ...] | None:
+        """Share of the verify steps that accepted the first, second, ... draft; None as above."""
+        return self.speculation.acceptance_per_position if self.speculation else None
+
     def _clear_diff(self) -> None:
         self.text_diff, self.token_ids_diff, self.logprobs_diff = "", [], []
 
@@ -69,6 +87,7 @@ class CompletionOutput:
             total = sum(logprobs[token_id].logprob for token_id, logprobs in chosen)
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + total
         self.finish_reason, self.stop_reason = response.finish_reason, response.stop_reason
+        self.speculation = response.speculation
         if stream is not None:
             self.text_diff = _text_of(response, stream)
             self.text += self.text_diff

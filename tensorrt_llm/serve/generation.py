@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tensorrt_llm._torch.pyexecutor.messages import FinishReason, TokenLogprobs
+from tensorrt_llm._torch.pyexecutor.messages import FinishReason, SpeculationStats, TokenLogprobs
 from tensorrt_llm.serve.errors import ApiError
 from tensorrt_llm.serve.metrics import SequenceMeter, ServerMetrics
 
@@ -24,6 +24,8 @@ class Delta:
         text, token_ids, logprobs: the news; logprobs is empty unless asked for.
         finish_reason: STOP or LENGTH in the choice's last delta, else None.
         stop_reason: the stop id or text that ended it.
+        avg_decoded_tokens_per_iter: tokens per step up to now.
+        speculation: of the whole choice, in its last delta; None without drafting.
     """
 
     index: int
@@ -34,6 +36,8 @@ class Delta:
     logprobs: list[TokenLogprobs]
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    avg_decoded_tokens_per_iter: float | None
+    speculation: SpeculationStats | None
 
 
 class Choice:
@@ -65,6 +69,8 @@ class Choice:
             logprobs=list(output.logprobs[self._tokens :]) if output.logprobs else [],
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
+            avg_decoded_tokens_per_iter=output.avg_decoded_tokens_per_iter,
+            speculation=output.speculation,
         )
         self._first = False
         self._finished = delta.finish_reason is not None
@@ -132,6 +138,12 @@ class Generation:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
         }
+
+    def speculation(self) -> SpeculationStats | None:
+        """Of all finished choices together; None without drafting."""
+        return SpeculationStats.total(
+            one.speculation for output in self.outputs for one in output.outputs
+        )
 
     def abort(self) -> None:
         """Have the engine give up what still runs; the outputs end as cancelled."""

@@ -120,22 +120,25 @@ class _EngineCollector(Collector):
         )
 
     def _drafts(self, stats: EngineStats) -> Iterable[Metric]:
-        """Only with speculation; acceptance length = 1 + accepted / verified."""
-        if not stats.accepted_drafts:
+        """Only with speculation."""
+        speculation = stats.speculation
+        if speculation is None:
             return
         accepted = CounterMetricFamily(
             "trtllm_accepted_drafts", "Drafts accepted, by place in their run", labels=["position"]
         )
-        for position, count in enumerate(stats.accepted_drafts):
+        for position, count in enumerate(speculation.accepted_drafts):
             accepted.add_metric([str(position)], count)
         yield accepted
         yield CounterMetricFamily(
             "trtllm_verify_steps",
             "Times a request's drafts were verified",
-            value=stats.verify_steps,
+            value=speculation.verify_steps,
         )
         yield GaugeMetricFamily(
-            "trtllm_acceptance_length", "Tokens per verified step", stats.acceptance_length or 0.0
+            "trtllm_acceptance_length",
+            "Tokens per verified step",
+            speculation.acceptance_length or 0.0,
         )
 
     def _launch(self, stats: EngineStats) -> Iterable[Metric]:

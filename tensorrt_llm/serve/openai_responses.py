@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar
 
-from tensorrt_llm._torch.pyexecutor.messages import FinishReason, TokenLogprobs
+from tensorrt_llm._torch.pyexecutor.messages import FinishReason, SpeculationStats, TokenLogprobs
 from tensorrt_llm.serve.generation import Delta, Generation
 from tensorrt_llm.serve.logprobs import TokenTexts, chat_logprobs, completion_logprobs
 from tensorrt_llm.serve.openai_protocol import (
@@ -44,7 +44,7 @@ class Answer(ABC):
             for i in range(len(generation.outputs))
             for delta in generation.news(i)
         ]
-        return self._envelope(self.whole_object, choices) | {"usage": generation.usage()}
+        return self._envelope(self.whole_object, choices) | _totals(generation)
 
     async def chunks(self, generation: Generation) -> AsyncIterator[Json]:
         """The stream: each choice ends with exactly one chunk that has a finish reason."""
@@ -53,7 +53,7 @@ class Answer(ABC):
                 if self._is_worth_a_chunk(delta):
                     yield self._chunk([self._chunk_choice(delta)])
         if self._include_usage:
-            yield self._chunk([]) | {"usage": generation.usage()}
+            yield self._chunk([]) | _totals(generation)
 
     @abstractmethod
     def _choice(self, delta: Delta) -> Json:
@@ -102,6 +102,7 @@ class CompletionAnswer(Answer):
             "logprobs": self._logprobs(delta, bool(echoed)) if self._wants_logprobs else None,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
+            **_ending(delta),
         }
         return choice | {"token_ids": delta.token_ids} if self._wants_ids else choice
 
@@ -149,9 +150,10 @@ class ChatAnswer(Answer):
         logprobs = None
         if self._top is not None:
             logprobs = chat_logprobs(self._texts, delta.token_ids, delta.logprobs, self._top)
-        return _chat_choice(
+        choice = _chat_choice(
             delta.index, key, message, logprobs, delta.finish_reason, delta.stop_reason
         )
+        return choice | _ending(delta)
 
 
 def _chat_choice(
@@ -169,3 +171,20 @@ def _chat_choice(
         "finish_reason": finish_reason,
         "stop_reason": stop_reason,
     }
+
+
+def _ending(delta: Delta) -> Json:
+    """What comes with a choice's finish reason beyond OpenAI's fields."""
+    if delta.finish_reason is None:
+        return {}
+    steps = {"avg_decoded_tokens_per_iter": delta.avg_decoded_tokens_per_iter}
+    return steps | _speculation(delta.speculation)
+
+
+def _totals(generation: Generation) -> Json:
+    """What is said about all choices together."""
+    return {"usage": generation.usage()} | _speculation(generation.speculation())
+
+
+def _speculation(stats: SpeculationStats | None) -> Json:
+    return {} if stats is None else {"speculation": stats.as_dict()}

@@ -8,7 +8,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from helpers.byte_tokenizer import byte_tokenizer
-from tensorrt_llm._torch.pyexecutor.messages import EngineStats, FinishReason, Logprob
+from tensorrt_llm._torch.pyexecutor.messages import (
+    EngineStats,
+    FinishReason,
+    Logprob,
+    SpeculationStats,
+)
 from tensorrt_llm.executor.errors import EngineDeadError
 from tensorrt_llm.llmapi.request_output import CompletionOutput
 from tensorrt_llm.logger import logger
@@ -93,6 +98,7 @@ class FakeRequestOutput:
         ids = self._llm.tokenizer.encode(script) + [self._llm.tokenizer.eos_token_id]
         token = ids[one.length]
         one.token_ids.append(token)
+        one.decoding_iter += 1
         if self._params.logprobs is not None:
             one.logprobs.append(self._entry(token))
         text = self._llm.tokenizer.decode(one.token_ids, skip_special_tokens=True)
@@ -102,6 +108,8 @@ class FakeRequestOutput:
             one.finish_reason = FinishReason.STOP
         elif one.length == self._params.max_tokens:
             one.finish_reason = FinishReason.LENGTH
+        if one.finish_reason:
+            one.speculation = self._llm.speculation
 
     def _entry(self, token: int) -> dict[int, Logprob]:
         top = self._params.logprobs or 0
@@ -121,6 +129,7 @@ class FakeLLM:
         self.script = "grün €5"
         self.delay = 0.0
         self.error: str | None = None  # every request ends with it
+        self.speculation: SpeculationStats | None = None  # of every choice
         self.dead: EngineDeadError | None = None
         self.running = 0
         self.calls: list[tuple[Any, SamplingParams]] = []

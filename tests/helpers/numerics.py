@@ -69,6 +69,26 @@ def smallest_scale(amax: float, floor: float = 1e-4) -> float:
     return 2.0**exponent
 
 
+def projection_bounds(
+    x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype
+) -> tuple[Float64, Float64]:
+    """Lowest and highest value that each element of x [rows, inputs] @ weight [outputs, inputs].T
+    may have: a fp32 sum in any order, then rounded once to the dtype."""
+    rows, matrix = to_numpy(x), to_numpy(weight)
+    exact = rows @ matrix.T
+    off = gamma(x.shape[1]) * (np.abs(rows) @ np.abs(matrix).T)
+    if dtype == torch.bfloat16:
+        return nearest_bf16(exact - off), nearest_bf16(exact + off)
+    return exact - off, exact + off
+
+
+def assert_between(out: torch.Tensor, bounds: tuple[Float64, Float64]) -> None:
+    lowest, highest = bounds
+    got = to_numpy(out)
+    assert got.shape == lowest.shape
+    assert ((lowest <= got) & (got <= highest)).all()
+
+
 def swiglu(
     x: Float64, gate: Float64, up: Float64, down: Float64, dtype: torch.dtype
 ) -> tuple[Float64, Float64]:

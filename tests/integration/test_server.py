@@ -209,6 +209,34 @@ def test_nothing_is_left_in_the_cache(server: ServerProcess) -> None:
     wait_for(lambda: all(series(server.http, pool) == 0 for pool in POOLS))
 
 
+def test_speculation_in_answers_metrics_and_log(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("speculative_config: {decoding_type: MTP, max_draft_len: 3}\n")
+    with start("--config", str(config), "--tp_size", "2") as server, connect(server) as client:
+        server.wait_ready()
+        answer = client.chat.completions.create(model=MODEL, messages=USER, temperature=0, n=2)
+        assert [choice.speculation for choice in answer.choices] == (
+            [answer.choices[0].speculation] * 2  # greedy twins
+        )
+        length = answer.speculation["acceptance_length"]
+        shares = answer.speculation["acceptance_per_position"]
+        assert length == answer.choices[0].speculation["acceptance_length"] > 1
+        assert length == pytest.approx(1 + sum(shares))
+        wait_for(lambda: series(server.http, "trtllm_requests_running") == 0)
+        assert series(server.http, "trtllm_acceptance_length") == length
+        steps = answer.speculation["verify_steps"]
+        assert series(server.http, "trtllm_verify_steps_total") == steps
+        for position, share in enumerate(shares):
+            name = f'trtllm_accepted_drafts_total{{position="{position}"}}'
+            assert series(server.http, name) == pytest.approx(share * steps)
+        *_, last = client.completions.create(**LONG | {"max_tokens": 9}, stream=True)
+        assert last.choices[0].finish_reason == "length"
+        assert last.choices[0].speculation["verify_steps"] >= 2
+        wait_for(lambda: server.log().count("speculation: ") == 2)  # by one rank, for each request
+        by_position = " ".join(f"{share:.2f}" for share in shares)
+        assert f"acceptance length {length:.2f}, by position {by_position}" in server.log()
+
+
 def last_event(server: ServerProcess, result: list[str]) -> threading.Thread:
     """Stream a long answer in a thread, which puts the last event before `[DONE]` into `result`."""
 

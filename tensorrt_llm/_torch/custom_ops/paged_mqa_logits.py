@@ -5,8 +5,9 @@ position, -inf after it.
 
 On CUDA the keys of all requests are cut into chunks of `CHUNK`, and the chunks are split evenly
 over the programs of a persistent kernel. The split (`paged_mqa_logits_schedule`) depends on the
-lengths alone and serves all layers of a step. A score is always computed in the same place of the
-same tile, so its bits depend on neither the schedule nor the rest of the batch.
+lengths alone and serves all layers of a step. With equally many rows per request a score is always
+computed in the same place of the same tile, so its bits depend on neither the schedule nor the rest
+of the batch.
 """
 
 import torch
@@ -20,16 +21,11 @@ except ImportError:  # CPU installations have no Triton
 CHUNK = 64  # keys of a tile: the rows of a warp group's matrix instruction
 HEADS, DIMS = (16, 32, 64), (32, 64, 128)
 QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
-# Cached dtype -> dtype of the operands, which holds its values exactly. fp16 for e4m3, since the
-# hardware converts e4m3 to fp16 at once and to bf16 in several steps.
-OPERAND_DTYPES = {
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.bfloat16,
-    torch.float8_e4m3fn: torch.float16,
-}
+# Cached dtype -> bytes that a key's channel takes in a product: e4m3 is multiplied as fp16.
+OPERAND_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float8_e4m3fn: 2}
 SCALE_BYTES = 4  # of one e4m3 key
-# What registers hold, by bytes of an operand: (row, head) pairs of a tile, and warps that share it.
-# fp32 has no matrix instruction that is exact enough.
+# What registers hold, by operand bytes: (row, head) pairs of a tile, and warps that share it. No
+# matrix instruction is exact enough for fp32.
 COLUMNS, WARPS = {2: 256, 4: 64}, {2: 8, 4: 16}
 # A key takes two loads, its block number and itself, so three tiles of keys are in flight.
 STAGES = 8
@@ -45,7 +41,7 @@ def paged_mqa_logits_processors(device: torch.device) -> int:
 
 def paged_mqa_logits_serves(heads: int, dim: int, key_dtype: torch.dtype) -> bool:
     """Whether `paged_mqa_logits` takes an indexer of this shape."""
-    return heads in HEADS and dim in DIMS and key_dtype in OPERAND_DTYPES
+    return heads in HEADS and dim in DIMS and key_dtype in OPERAND_BYTES
 
 
 def paged_mqa_logits_schedule(
@@ -106,7 +102,8 @@ def paged_mqa_logits(
         key_dtype: fp32, bf16 or e4m3.
         block_table: int32 [requests, pages], blocks of the pool; rows may lie apart. What is past a
             request's last position does not matter.
-        positions: int64 [requests * rows]; a row sees the keys up to its own, at -1 none.
+        positions: int64 [requests * rows], within the table; a row sees the keys up to its own, at
+            -1 (padding) none.
         scheduler_metadata, row_order: from `paged_mqa_logits_schedule`, for lengths of at least
             each request's last position + 1. The CPU does not read them.
         out: fp32 [requests * rows, pages * tokens per page], all of it overwritten; rows may lie
@@ -170,8 +167,8 @@ def _check_queries(q: torch.Tensor, w: torch.Tensor) -> None:
 def _check_pool(
     pool: torch.Tensor, layer_slot: int, key_dtype: torch.dtype, q: torch.Tensor
 ) -> None:
-    if key_dtype not in OPERAND_DTYPES:
-        raise ValueError(f"key_dtype is {key_dtype}; it must be one of {tuple(OPERAND_DTYPES)}")
+    if key_dtype not in OPERAND_BYTES:
+        raise ValueError(f"key_dtype is {key_dtype}; it must be one of {tuple(OPERAND_BYTES)}")
     if pool.dim() != 3 or not pool.numel():
         raise ValueError(
             f"pool is {list(pool.shape)}; it must be [blocks, layers, page bytes], none 0"
@@ -242,7 +239,7 @@ def _launch_kernel(
     row_order: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    (requests, rows, heads, dim), operand = q.shape, OPERAND_DTYPES[keys.dtype].itemsize
+    (requests, rows, heads, dim), operand = q.shape, OPERAND_BYTES[keys.dtype]
     tile_rows = min(triton.next_power_of_2(rows), COLUMNS[operand] // heads)
     _score_kernel[(scheduler_metadata.shape[0] - 1, triton.cdiv(rows, tile_rows))](
         q,
@@ -313,6 +310,7 @@ if triton is not None:
         STAGES: tl.constexpr,
     ):
         """Program (p, g) walks processor p's chunks for the g-th `ROWS` rows of each request."""
+        # e4m3 becomes fp16 in one instruction, bf16 only in several; both hold it exactly.
         operand: tl.constexpr = keys.dtype.element_ty if scales is None else tl.float16
         processor, first_row = tl.program_id(0), tl.program_id(1) * ROWS
         row = first_row + tl.arange(0, ROWS)

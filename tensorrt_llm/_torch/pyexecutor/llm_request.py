@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from tensorrt_llm._torch.pyexecutor.messages import NewRequest, TokenLogprobs
+from tensorrt_llm._torch.pyexecutor.messages import (
+    NewRequest,
+    SpeculationStats,
+    TokenLogprobs,
+)
 from tensorrt_llm._torch.pyexecutor.stop_criteria import StopCriteria
 from tensorrt_llm.sampling_params import SamplingParams
 from tensorrt_llm.tokenizer import IncrementalDetokenizer
@@ -50,6 +54,7 @@ class LlmRequest:
         max_seq_len: bound on prompt plus generated tokens.
         eos_token_ids: the model's.
         tokenizer: for stop strings.
+        speculation: where counting begins; None without drafting.
 
     Attributes:
         tokens: prompt and generated tokens; `output_token_ids` the generated ones alone.
@@ -65,6 +70,7 @@ class LlmRequest:
             as cached until it knows better.
         tokens_in_flight: tokens that those steps will bring at least.
         prompt_logprobs: collected over the chunks until the first response takes them.
+        speculation: how its drafts have fared.
     """
 
     __slots__ = (
@@ -81,6 +87,7 @@ class LlmRequest:
         "request_id",
         "rows_in_flight",
         "sampling_params",
+        "speculation",
         "state",
         "stop_criteria",
         "tokens",
@@ -93,6 +100,7 @@ class LlmRequest:
         max_seq_len: int,
         eos_token_ids: Collection[int] = (),
         tokenizer: Tokenizer | None = None,
+        speculation: SpeculationStats | None = None,
     ) -> None:
         params, prompt = message.sampling_params, message.prompt_token_ids
         self.request_id = message.request_id
@@ -119,6 +127,7 @@ class LlmRequest:
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if params.prompt_logprobs is None else [None]
         )
+        self.speculation = speculation
 
     @property
     def num_tokens(self) -> int:

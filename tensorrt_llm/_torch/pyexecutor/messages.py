@@ -4,8 +4,10 @@ Plain picklable dataclasses. Every accepted `NewRequest` gets responses whose la
 that one, has a `finish_reason`.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from tensorrt_llm.sampling_params import SamplingParams
 
@@ -54,6 +56,74 @@ TokenLogprobs = dict[
 
 
 @dataclass(frozen=True)
+class SpeculationStats:
+    """How drafts fared in verification. Every step that generates verifies one run of drafts per
+    request.
+
+    Args:
+        verify_steps: runs that were verified.
+        accepted_drafts: how often the first, second, ... draft of a run was accepted and handed
+            out; one entry per draft of a run.
+    """
+
+    verify_steps: int
+    accepted_drafts: tuple[int, ...]
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per verify step, the target's own included; None before the first one."""
+        if not self.verify_steps:
+            return None
+        return 1 + sum(self.accepted_drafts) / self.verify_steps
+
+    @property
+    def acceptance_per_position(self) -> tuple[float, ...] | None:
+        """Share of the verify steps that accepted the first, second, ... draft; None before the
+        first one."""
+        if not self.verify_steps:
+            return None
+        return tuple(count / self.verify_steps for count in self.accepted_drafts)
+
+    @classmethod
+    def total(cls, parts: Iterable["SpeculationStats | None"]) -> "SpeculationStats | None":
+        """Of everything in `parts`; None when there is nothing but None in them."""
+        given = [part for part in parts if part is not None]
+        if not given:
+            return None
+        by_position = zip(*(part.accepted_drafts for part in given), strict=True)
+        return cls(sum(part.verify_steps for part in given), tuple(map(sum, by_position)))
+
+    def verified(self, num_accepted: int) -> "SpeculationStats":
+        """After one more run, of which the first `num_accepted` drafts were accepted."""
+        accepted = enumerate(self.accepted_drafts)
+        return SpeculationStats(
+            self.verify_steps + 1, tuple(n + (place < num_accepted) for place, n in accepted)
+        )
+
+    def since(self, earlier: "SpeculationStats") -> "SpeculationStats":
+        """What came after `earlier`."""
+        pairs = zip(self.accepted_drafts, earlier.accepted_drafts, strict=True)
+        return SpeculationStats(
+            self.verify_steps - earlier.verify_steps, tuple(now - then for now, then in pairs)
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "acceptance_length": self.acceptance_length,
+            "acceptance_per_position": self.acceptance_per_position,
+            "verify_steps": self.verify_steps,
+        }
+
+    def acceptance_text(self) -> str:
+        """For people."""
+        if self.acceptance_per_position is None:
+            return "nothing verified"
+        shares = " ".join(f"{share:.2f}" for share in self.acceptance_per_position)
+        return f"acceptance length {self.acceptance_length:.2f}, by position {shares}"
+
+
+@dataclass(frozen=True)
 class LlmResponse:
     """News of one request.
 
@@ -68,6 +138,8 @@ class LlmResponse:
         stop_reason: the stop id or stop string that ended it; None for an eos id, a length or an
             error.
         error: what went wrong, for `FinishReason.ERROR`.
+        speculation: with the last response, of the whole request; None without drafting and for a
+            request that was refused.
     """
 
     request_id: int
@@ -77,6 +149,7 @@ class LlmResponse:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    speculation: SpeculationStats | None = None
 
 
 @dataclass(frozen=True)
@@ -99,9 +172,7 @@ class EngineStats:
     """State of the engine after a step; counters are totals since start.
 
     Args:
-        verify_steps: drafts were verified so many times, counted per request.
-        accepted_drafts: how often the first, second, ... draft was accepted; empty without
-            drafting.
+        speculation: of all requests; None without drafting.
         host_to_device_copies, device_ops: of the last step, see `LaunchCounts`; None unless
             `enable_iter_perf_stats` is on.
     """
@@ -117,17 +188,9 @@ class EngineStats:
     prompt_tokens: int
     nan_failures: int
     iter_latency_ms: float
-    verify_steps: int = 0
-    accepted_drafts: tuple[int, ...] = ()
+    speculation: SpeculationStats | None = None
     host_to_device_copies: int | None = None
     device_ops: int | None = None
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """Tokens per verified step, the target's own included; None before the first one."""
-        if not self.verify_steps:
-            return None
-        return 1 + sum(self.accepted_drafts) / self.verify_steps
 
 
 @dataclass(frozen=True)

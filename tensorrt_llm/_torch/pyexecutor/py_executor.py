@@ -6,7 +6,7 @@ the outside.
 
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
@@ -30,10 +30,12 @@ from tensorrt_llm._torch.pyexecutor.messages import (
     LlmResponse,
     NewRequest,
     Shutdown,
+    SpeculationStats,
     TokenLogprobs,
 )
 from tensorrt_llm._torch.pyexecutor.sampler import SampledToken, TorchSampler, logits_error
 from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests, Scheduler
+from tensorrt_llm._torch.pyexecutor.speculation_log import SpeculationLog
 from tensorrt_llm._torch.pyexecutor.step import SequenceResult
 from tensorrt_llm._torch.pyexecutor.stop_criteria import Finish
 from tensorrt_llm.logger import logger
@@ -154,7 +156,9 @@ class PyExecutor:
         self._outbox: list[Outgoing] = []
         self._idle = True
         num_drafts = model_engine.rows_per_generation - 1
-        self._counters = _Counters(accepted_drafts=[0] * num_drafts)
+        self._unverified = SpeculationStats(0, (0,) * num_drafts) if num_drafts else None
+        self._counters = _Counters(speculation=self._unverified)
+        self._speculation_log = SpeculationLog()
 
     def ready_message(self) -> EngineReady:
         """What rank 0 tells the outside once everything is loaded and warm."""
@@ -186,6 +190,8 @@ class PyExecutor:
             self._iterate() if self.config.disable_overlap_scheduler else self._iterate_overlap()
         if not self.has_work and not self._idle:
             self._become_idle()
+        if self.config.mapping.rank == 0 and self._counters.speculation is not None:
+            self._speculation_log.update(self._counters.speculation, idle=self._idle)
         news, self._outbox = self._outbox, []
         return news
 
@@ -262,12 +268,16 @@ class PyExecutor:
                 logger.debug("cancelled request %d is not there any more", request_id)
             else:
                 self._release(request)
-                self._respond(request_id, FinishReason.CANCELLED)
+                self._respond(request_id, FinishReason.CANCELLED, speculation=request.speculation)
 
     def _queue(self, message: NewRequest) -> LlmRequest:
         check_message(message, self.limits)
         request = LlmRequest(
-            message, self.limits.max_seq_len, self.eos_token_ids, self._stop_tokenizer
+            message,
+            self.limits.max_seq_len,
+            self.eos_token_ids,
+            self._stop_tokenizer,
+            self._unverified,
         )
         self.scheduler.add(request)
         return request
@@ -281,11 +291,19 @@ class PyExecutor:
         logger.error("%s", error)
         self._counters.nan_failures += 1
         self._release(request)
-        self._respond(request.request_id, FinishReason.ERROR, error)
+        self._respond(request.request_id, FinishReason.ERROR, error, request.speculation)
 
-    def _respond(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:
+    def _respond(
+        self,
+        request_id: int,
+        reason: FinishReason,
+        error: str | None = None,
+        speculation: SpeculationStats | None = None,
+    ) -> None:
         """Queue a last response without a token."""
-        self._outbox.append(LlmResponse(request_id, finish_reason=reason, error=error))
+        self._outbox.append(
+            LlmResponse(request_id, finish_reason=reason, error=error, speculation=speculation)
+        )
 
     # --- one step ---------------------------------------------------------------------------------
 
@@ -337,38 +355,55 @@ class PyExecutor:
         for request, result in zip(batch.generation_requests, results[contexts:], strict=True):
             request.rows_in_flight -= self.model_engine.rows_per_generation
             request.num_computed_tokens += len(result.token_ids)
-            verified, before = self._is_current(request), len(request.output_token_ids)
-            self._take(request, result, choice)
-            if verified:  # drafts behind the request's end do not count
-                taken = len(request.output_token_ids) - before
-                self._counters.count_verified(min(len(result.token_ids) - 1, taken))
+            self._take(request, result, choice, verifies=True)
         self._counters.launch = flight.handle.launch_counts
         self._report_step(flight.start)
+
+    def _count_verified(self, request: LlmRequest, num_accepted: int) -> None:
+        """A request's drafts were verified, and the first `num_accepted` were right."""
+        counters = self._counters
+        if counters.speculation is not None and request.speculation is not None:
+            counters.speculation = counters.speculation.verified(num_accepted)
+            request.speculation = request.speculation.verified(num_accepted)
 
     def _is_current(self, request: LlmRequest) -> bool:
         return self._requests.get(request.request_id) is request
 
-    def _take(self, request: LlmRequest, result: SequenceResult, choice: HostChoice | None) -> None:
-        """Append a step's tokens to a request until one of them ends it."""
+    def _take(
+        self,
+        request: LlmRequest,
+        result: SequenceResult,
+        choice: HostChoice | None,
+        *,
+        verifies: bool = False,
+    ) -> None:
+        """Append a step's tokens to a request until one of them ends it; count its drafts if the
+        step has verified some."""
         request.tokens_in_flight -= 1
+        if not self._is_current(request):
+            return
         request.draft_token_ids = result.draft_token_ids
         request.draft_probs = choice.draft_probs(request) if choice else []
         sampled = choice.tokens[request.request_id] if choice else _greedy(request, result)
         tokens: list[int] = []
         logprobs: list[TokenLogprobs] = []
         finish: Finish | None = None
+        error: str | None = None
         for token in sampled[: len(result.token_ids)]:
-            if not self._is_current(request) or finish:
+            if finish:
                 break
             if token.error is not None:
-                self._say(request, tokens, logprobs, None)
-                self._fail(request, token.error)
-                return
+                error = token.error
+                break
             request.append(token.token_id)
             tokens.append(token.token_id)
             logprobs += [] if token.logprobs is None else [token.logprobs]
             finish = request.stop_criteria.check(token.token_id, len(request.output_token_ids))
+        if verifies:  # drafts behind the request's end do not count
+            self._count_verified(request, min(len(result.token_ids) - 1, len(tokens)))
         self._say(request, tokens, logprobs, finish)
+        if error is not None:
+            self._fail(request, error)
 
     def _say(
         self,
@@ -389,6 +424,7 @@ class PyExecutor:
                 request.take_prompt_logprobs(),
                 finish.reason if finish else None,
                 finish.stop_reason if finish else None,
+                speculation=request.speculation if finish else None,
             )
         )
         if finish:
@@ -429,8 +465,7 @@ class PyExecutor:
             prompt_tokens=counters.prompt_tokens,
             nan_failures=counters.nan_failures,
             iter_latency_ms=counters.latency_ms,
-            verify_steps=counters.verify_steps,
-            accepted_drafts=tuple(counters.accepted_drafts),
+            speculation=counters.speculation,
             **(counters.launch._asdict() if counters.launch else {}),
         )
 
@@ -458,13 +493,5 @@ class _Counters:
     nan_failures: int = 0
     latency_ms: float = 0.0
     launch: LaunchCounts | None = None
-    verify_steps: int = 0
-    accepted_drafts: list[int] = field(default_factory=list)  # by place in the run of drafts
     reported_at: float = 0.0  # perf_counter seconds
-
-    def count_verified(self, num_accepted: int) -> None:
-        """One request's drafts were verified, and the first `num_accepted` were right."""
-        if self.accepted_drafts:
-            self.verify_steps += 1
-            for place in range(num_accepted):
-                self.accepted_drafts[place] += 1
+    speculation: SpeculationStats | None = None

@@ -7,7 +7,7 @@ from typing import Protocol
 from tensorrt_llm.commands.benchmark.memory import child_pids, peak_rss_bytes
 from tensorrt_llm.commands.benchmark.timing import Arrival, RequestTiming
 from tensorrt_llm.commands.benchmark.workload import BenchRequest
-from tensorrt_llm.llmapi import LLM, LlmArgs, SamplingParams
+from tensorrt_llm.llmapi import LLM, LlmArgs, SamplingParams, SpeculationStats
 
 
 class BenchError(RuntimeError):
@@ -16,10 +16,11 @@ class BenchError(RuntimeError):
 
 @dataclass(frozen=True)
 class Run:
-    """What an engine made of one request, and when."""
+    """What an engine made of one request, when, and how its drafts fared if it drafts."""
 
     timing: RequestTiming
     token_ids: list[int]
+    speculation: SpeculationStats | None = None
 
 
 class Engine(Protocol):
@@ -63,7 +64,11 @@ class OwnEngine:
             arrivals.append(Arrival(now, len(completion.token_ids_diff)))
         if completion.finish_reason != "length":
             raise BenchError(f"a request ended with {completion.finish_reason}: {output.error}")
-        return Run(RequestTiming(len(prompt), tuple(arrivals)), list(completion.token_ids))
+        return Run(
+            RequestTiming(len(prompt), tuple(arrivals)),
+            list(completion.token_ids),
+            completion.speculation,
+        )
 
     def peak_rss_bytes(self) -> int | None:
         """As above; ranks that were launched by MPI or Slurm are not this process's children."""

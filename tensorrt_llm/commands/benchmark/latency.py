@@ -13,7 +13,7 @@ from tensorrt_llm.commands.benchmark.report import EngineReport, Report
 from tensorrt_llm.commands.benchmark.timing import RequestTiming, speedup, summarize
 from tensorrt_llm.commands.benchmark.workload import BenchRequest
 from tensorrt_llm.commands.output import environment
-from tensorrt_llm.llmapi import LlmArgs
+from tensorrt_llm.llmapi import LlmArgs, SpeculationStats
 
 OURS, PEER = "tensorrt_llm", "transformers"
 
@@ -108,7 +108,8 @@ def _start_peer(args: LlmArgs) -> TransformersPeer:
 
 def _engine_report(engine: Engine, runs: Sequence[Run]) -> EngineReport:
     timings = _timings(runs)
-    return EngineReport(summarize(timings), timings, engine.peak_rss_bytes())
+    speculation = SpeculationStats.total(run.speculation for run in runs)
+    return EngineReport(summarize(timings), timings, engine.peak_rss_bytes(), speculation)
 
 
 def _memory(engine: OwnEngine, report: EngineReport) -> MemoryReport | None:

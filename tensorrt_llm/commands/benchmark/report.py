@@ -7,23 +7,26 @@ from typing import Any
 from tensorrt_llm.commands.benchmark.memory import MemoryReport
 from tensorrt_llm.commands.benchmark.timing import LatencySummary, RequestTiming, Speedup
 from tensorrt_llm.commands.output import table
+from tensorrt_llm.llmapi import SpeculationStats
 
 
 @dataclass(frozen=True)
 class EngineReport:
-    """One engine: its numbers, the requests behind them, and the most memory that a process of it
-    took."""
+    """One engine: its numbers, the requests behind them, the most memory that a process of it took,
+    and how its drafts fared if it drafts."""
 
     summary: LatencySummary
     timings: Sequence[RequestTiming]
     peak_rss_bytes: int | None
+    speculation: SpeculationStats | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The summary's fields, `peak_rss_bytes`, and `per_request` in the order of the
-        requests."""
+        """The summary's fields, `peak_rss_bytes`, `speculation`, and `per_request` in the order of
+        the requests."""
         return {
             **asdict(self.summary),
             "peak_rss_bytes": self.peak_rss_bytes,
+            "speculation": None if self.speculation is None else self.speculation.as_dict(),
             "per_request": [_request_dict(timing) for timing in self.timings],
         }
 
@@ -65,6 +68,11 @@ class Report:
 
     def _conclusions(self) -> list[str]:
         lines = [""]
+        lines += [
+            f"Speculation of {name}: {report.speculation.acceptance_text()}"
+            for name, report in self.engines.items()
+            if report.speculation is not None
+        ]
         if self.memory is not None:
             lines.append(_memory_line(self.memory))
         if self.speedup is not None:

@@ -36,6 +36,7 @@ from tensorrt_llm.commands.benchmark.workload import (
     read_dataset,
 )
 from tensorrt_llm.commands.output import table
+from tensorrt_llm.llmapi import SpeculationStats
 
 CHECKPOINT = Path(__file__).parents[3] / "examples" / "glm_tiny" / "checkpoint"
 
@@ -232,6 +233,17 @@ def test_report_for_programs() -> None:
     assert report["speedup"]["decode"] == pytest.approx(3.0)
 
 
+def test_report_of_an_engine_that_drafts() -> None:
+    report = make_report(200 * 10**6)
+    assert "Speculation" not in report.as_text()
+    ours = replace(report.engines["tensorrt_llm"], speculation=SpeculationStats(4, (3, 1)))
+    report = replace(report, engines={**report.engines, "tensorrt_llm": ours})
+    line = "Speculation of tensorrt_llm: acceptance length 2.00, by position 0.75 0.25"
+    assert line in report.as_text().splitlines()
+    assert report.as_dict()["tensorrt_llm"]["speculation"]["acceptance_length"] == 2.0
+    assert report.as_dict()["transformers"]["speculation"] is None
+
+
 # --- workload -------------------------------------------------------------------------------------
 
 
@@ -410,6 +422,20 @@ def test_a_real_run(tmp_path: Path) -> None:
     assert report["memory"]["weights_bytes"] > 10**6
     assert report["memory"]["within_bound"], report["memory"]
     assert report["same_outputs"] <= 2
+
+
+def test_a_real_run_with_drafts(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path, {"prompt": "What is 12 + 34?", "output_tokens": 12})
+    config = tmp_path / "config.yaml"
+    config.write_text("speculative_config: {decoding_type: MTP, max_draft_len: 2}\n")
+    arguments = ("--dataset", dataset, "--warmup", 1, "--config", config)
+    ours = bench(tmp_path, *arguments)["tensorrt_llm"]
+    speculation = ours["speculation"]
+    # Of the measured request alone, whose end may cut off the last step's own token.
+    made = 1 + speculation["verify_steps"] * speculation["acceptance_length"]
+    assert round(made) in (12, 13)
+    first, second = speculation["acceptance_per_position"]
+    assert 1 >= first >= second >= 0
 
 
 @pytest.mark.slow

@@ -250,6 +250,27 @@ def test_two_ranks_say_the_same(llm: LLM, make_llm: MakeLLM) -> None:
     assert pair.generate(PROMPT, wild(12)).outputs[0].length == 12
 
 
+def test_completions_say_how_their_drafts_fared(llm: LLM, make_llm: MakeLLM) -> None:
+    drafting = make_llm(speculative_config={"decoding_type": "MTP", "max_draft_len": 3})
+    for params in (FREE, wild(24, n=2, seed=3)):
+        output = drafting.generate_async(PROMPT, params, streaming=True)
+        for _ in output:
+            ended = [choice for choice in output.outputs if choice.finish_reason]
+            assert all((c in ended) == (c.speculation is not None) for c in output.outputs)
+        for choice in output.outputs:
+            assert choice.acceptance_length is not None
+            assert choice.speculation.verify_steps == choice.decoding_iter - 1
+            # The end may have cut off the last step's own token.
+            made = 1 + choice.speculation.verify_steps * choice.acceptance_length
+            assert round(made) - choice.length in (0, 1)
+            assert len(choice.acceptance_per_position) == 3
+    wait_until_idle(drafting)
+    (*_, last) = drafting.get_stats()
+    assert last["speculation"]["verify_steps"] >= choice.speculation.verify_steps
+    plain = llm.generate(PROMPT, FREE).outputs[0]
+    assert plain.acceptance_length is plain.acceptance_per_position is plain.speculation is None
+
+
 def test_killed_rank_ends_everything(make_llm: MakeLLM) -> None:
     llm = make_llm(tensor_parallel_size=2)
     obituaries: list[EngineDeadError] = []

@@ -8,6 +8,7 @@ import pytest
 from helpers.fake_llm import MAX_SEQ_LEN, MODEL, FakeLLM, engine_stats
 from helpers.server_process import series, wait_for
 
+from tensorrt_llm._torch.pyexecutor.messages import SpeculationStats
 from tensorrt_llm.version import __version__
 
 CANCELLED = 'trtllm_requests_finished_total{reason="cancelled"}'
@@ -150,6 +151,62 @@ def test_token_ids_instead_of_text(http: httpx.Client) -> None:
     streamed = events(http.post("/v1/completions", json=body | {"stream": True}))[:-1]
     ids = [t for chunk in streamed for t in json.loads(chunk)["choices"][0]["token_ids"]]
     assert ids == choice["token_ids"]
+
+
+SPECULATION = {
+    "acceptance_length": 2.5,
+    "acceptance_per_position": [0.75, 0.5, 0.25],
+    "verify_steps": 4,
+}
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_answers_say_how_drafts_fared(http: httpx.Client, llm: FakeLLM, path: str) -> None:
+    llm.speculation = SpeculationStats(4, (3, 2, 1))
+    body = {"model": MODEL, "n": 2} | ({"messages": USER} if "chat" in path else {"prompt": "hi"})
+    whole = http.post(f"/v1/{path}", json=body).json()
+    assert [choice["avg_decoded_tokens_per_iter"] for choice in whole["choices"]] == [1.0, 1.0]
+    assert [choice["speculation"] for choice in whole["choices"]] == [SPECULATION] * 2
+    total = SPECULATION | {"verify_steps": 8}
+    assert whole["speculation"] == total
+    for options in (None, {"include_usage": True}):
+        response = http.post(f"/v1/{path}", json=body | {"stream": True, "stream_options": options})
+        chunks = [json.loads(event) for event in events(response)[:-1]]
+        if options:
+            last = chunks.pop()
+            assert (last["choices"], last["speculation"]) == ([], total)
+        assert not any("speculation" in chunk for chunk in chunks)
+        for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+            ended = choice["finish_reason"] is not None
+            assert choice.get("speculation") == (SPECULATION if ended else None)
+            assert choice.get("avg_decoded_tokens_per_iter") == (1.0 if ended else None)
+
+
+def test_the_openai_package_reads_how_drafts_fared(client: openai.OpenAI, llm: FakeLLM) -> None:
+    llm.speculation = SpeculationStats(4, (3, 2, 1))
+    completions, chat = client.completions.create, client.chat.completions.create
+    for answer in (
+        completions(model=MODEL, prompt="hi"),
+        chat(model=MODEL, messages=USER),
+        list(completions(model=MODEL, prompt="hi", stream=True))[-1],
+        list(chat(model=MODEL, messages=USER, stream=True))[-1],
+    ):
+        assert answer.choices[0].speculation == SPECULATION
+
+
+def test_answers_without_drafts_and_without_a_verified_one(
+    http: httpx.Client, llm: FakeLLM
+) -> None:
+    body = {"model": MODEL, "prompt": "hi", "max_tokens": 1}
+    answer = http.post("/v1/completions", json=body).json()
+    assert "speculation" not in answer and "speculation" not in answer["choices"][0]
+    llm.speculation = SpeculationStats(0, (0, 0))
+    choice = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert choice["speculation"] == {
+        "acceptance_length": None,
+        "acceptance_per_position": None,
+        "verify_steps": 0,
+    }
 
 
 def test_models(client: openai.OpenAI) -> None:
@@ -304,7 +361,7 @@ def test_metrics_of_the_engine(http: httpx.Client, llm: FakeLLM) -> None:
 def test_metrics_of_drafts(http: httpx.Client, llm: FakeLLM) -> None:
     llm.latest_stats = engine_stats()
     assert "trtllm_verify_steps" not in http.get("/metrics").text  # nobody drafts
-    llm.latest_stats = engine_stats(verify_steps=10, accepted_drafts=(9, 6, 0))
+    llm.latest_stats = engine_stats(speculation=SpeculationStats(10, (9, 6, 0)))
     assert series(http, "trtllm_verify_steps_total") == 10
     assert series(http, 'trtllm_accepted_drafts_total{position="1"}') == 6
     assert series(http, "trtllm_acceptance_length") == 2.5

@@ -4,8 +4,10 @@ import re
 import runpy
 from pathlib import Path
 
-from helpers.fake_llm import engine_stats
+import openai
+from helpers.fake_llm import MODEL, FakeLLM, engine_stats
 
+from tensorrt_llm._torch.pyexecutor.messages import SpeculationStats
 from tensorrt_llm.serve.metrics import ServerMetrics
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -21,7 +23,20 @@ def test_the_metrics_table_has_every_series() -> None:
     text = (DOCS / "server.md").read_text()
     documented = set(re.findall(r"`(trtllm_\w+)", text))
     everything = engine_stats(
-        verify_steps=1, accepted_drafts=(1,), host_to_device_copies=1, device_ops=0
+        speculation=SpeculationStats(1, (1,)), host_to_device_copies=1, device_ops=0
     )
     exposed = ServerMetrics(lambda: everything).render().decode()
     assert documented == set(re.findall(r"^# TYPE (\w+)", exposed, re.MULTILINE))
+
+
+def test_the_answers_table_has_every_field_that_openai_lacks(
+    client: openai.OpenAI, llm: FakeLLM
+) -> None:
+    llm.speculation = SpeculationStats(1, (1,))
+    answer = client.completions.create(model=MODEL, prompt="hi", extra_body={"detokenize": False})
+    section = (DOCS / "server.md").read_text().partition("## Answers\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) == {
+        *answer.model_extra,
+        *answer.choices[0].model_extra,
+        *answer.choices[0].speculation,
+    }

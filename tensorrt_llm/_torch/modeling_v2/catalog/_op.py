@@ -30,7 +30,8 @@ about the op stands there, and tests, benchmarks, `explain` and receipts read it
 What each member promises:
 
 - `schema`: torch's schema without the namespace, which is `trtllm`. What the op writes into is
-  `Tensor(a!)`; such an op may return None ("-> ()"). A returned tensor never aliases an argument.
+  `Tensor(a!)`, or `Tensor(a!)?` where the caller may pass None; such an op may return None
+  ("-> ()"). A returned tensor never aliases an argument.
 - `raw_call`: every argument explicit, nothing from `self`; it only calls `torch.ops.trtllm.<op>`.
 - `reference`: plain torch, any device, any geometry; it rounds where the contract says that the
   kernel rounds and sums in fp32 or better, in an order that does not depend on the run. It is the
@@ -234,8 +235,9 @@ class OpWrapper(ABC):
     def run(cls, call: Callable[..., Any], inputs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         """Everything that `call` (`raw_call` or `reference`) produces: what it returns, then what
         it wrote. It works on copies, so `inputs` stay as they are."""
-        written = [name for name in cls.written_arguments() if inputs.get(name) is not None]
-        arguments = {**inputs, **{name: inputs[name].clone() for name in written}}
+        written = {name: inputs[name] for name in cls.written_arguments()}
+        copies = {name: value.clone() for name, value in written.items() if value is not None}
+        arguments = {**inputs, **copies}
         return cls.produced(call(**arguments), arguments)
 
     @classmethod
@@ -245,7 +247,7 @@ class OpWrapper(ABC):
             returned = ()
         elif isinstance(returned, torch.Tensor):
             returned = (returned,)
-        written = (arguments.get(name) for name in cls.written_arguments())
+        written = (arguments[name] for name in cls.written_arguments())
         return (*returned, *(value for value in written if value is not None))
 
     def bind_const(self, **values: Any) -> None:

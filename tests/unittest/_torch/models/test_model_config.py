@@ -1,8 +1,6 @@
 """config.json of real checkpoints, and what the model must not accept silently in one."""
 
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from tensorrt_llm._torch.models.model_config import (
     PretrainedConfig,
     eos_token_ids,
 )
-from tensorrt_llm.logger import logger
 from tensorrt_llm.mapping import Mapping
 
 GLM_5_2_FULL_LAYERS = [0, 1, 2, *range(6, 75, 4)]
@@ -103,15 +100,6 @@ GLM_5_1: dict[str, Any] = {
 
 def without(*names: str) -> dict[str, Any]:
     return {name: value for name, value in GLM_5_2.items() if name not in names}
-
-
-@pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """The project's logger does not propagate, so the capturing handler is hung on it."""
-    logger.addHandler(caplog.handler)
-    with caplog.at_level(logging.INFO, logger=logger.name):
-        yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 def test_glm_5_2(logged) -> None:

@@ -29,7 +29,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import Role
-from tensorrt_llm._torch.pyexecutor.messages import EngineStats, FinishReason
+from tensorrt_llm._torch.pyexecutor.messages import (
+    EngineStats,
+    FinishReason,
+    SpeculationStats,
+)
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 CANCELLED, ERROR = FinishReason.CANCELLED, FinishReason.ERROR
@@ -80,8 +84,10 @@ def by_place(counts: Sequence[int], draft_len: int) -> tuple[int, ...]:
 
 
 def final_stats(engine: Engine) -> EngineStats:
-    """The report of an engine that has become idle."""
+    """The report of an engine that has become idle; what it has verified is its requests'."""
     stats = engine.stats[-1]
+    ends = [outcome.last for outcome in engine.outcomes.values()]
+    assert stats.speculation == SpeculationStats.total(end.speculation for end in ends)
     assert stats.num_running == stats.num_waiting == 0
     return stats
 
@@ -183,7 +189,7 @@ def test_a_stop_cuts_a_run_at_every_place(kind, draft_len, plain, tokenizer_dire
         assert outcome.last.stop_reason == reason
         stats = final_stats(engine)
         assert stats.generated_tokens == place + 1
-        assert stats.verify_steps == -(-place // (1 + draft_len))
+        assert stats.speculation.verify_steps == -(-place // (1 + draft_len))
 
 
 @loops
@@ -227,8 +233,8 @@ def test_counters_are_the_sums_of_the_script(draft_len, plain) -> None:
     stats, counts = final_stats(engine), list(itertools.chain(*scripts))
     assert stats.generated_tokens == sum(num_tokens)
     assert stats.prompt_tokens == sum(3 * i + 1 for i in range(len(scripts)))
-    assert stats.verify_steps == len(counts)
-    assert stats.accepted_drafts == by_place(counts, draft_len)
+    assert stats.speculation.verify_steps == len(counts)
+    assert stats.speculation.accepted_drafts == by_place(counts, draft_len)
 
 
 # --- mixed batches --------------------------------------------------------------------------------
@@ -243,7 +249,11 @@ def test_drafts_behind_the_end_are_not_counted(params, plain) -> None:
     engine = drafting(7, plain, script=in_turns([7]))
     engine.generate(PROMPT, **params)
     stats = final_stats(engine)
-    counts = (stats.generated_tokens, stats.verify_steps, stats.accepted_drafts)
+    counts = (
+        stats.generated_tokens,
+        stats.speculation.verify_steps,
+        stats.speculation.accepted_drafts,
+    )
     assert counts == (3, 1, (1, 1, 0, 0, 0, 0, 0))
 
 
@@ -331,7 +341,7 @@ def test_any_traffic_with_any_script_gives_greedy_tokens(
         counts += accepted_counts(script, i, draft_len, len(expected))
     stats = final_stats(engine)
     assert stats.generated_tokens == sum(len(o.tokens) for o in engine.outcomes.values())
-    assert stats.verify_steps == len(counts)
+    assert stats.speculation.verify_steps == len(counts)
 
 
 # --- ends while a step is in flight ---------------------------------------------------------------
@@ -362,7 +372,7 @@ def test_an_ended_request_in_flight_leaves_its_row_to_the_next(draft_len, late) 
     assert engine.outcomes[second].tokens == greedy_tokens(PROMPT[:2], 18, distinct_rule)
     stats = final_stats(engine)
     assert stats.generated_tokens == 2 + 18
-    assert stats.verify_steps == 1 + len(accepted_counts(script, second, draft_len, 18))
+    assert stats.speculation.verify_steps == 1 + len(accepted_counts(script, second, draft_len, 18))
 
 
 @draft_lens
@@ -404,7 +414,7 @@ def test_cancel_between_any_two_steps(steps, draft_len, plain) -> None:
     assert (other.tokens, other.reason) == (greedy_tokens(prompt(9, 2), 20), LENGTH)
     stats = final_stats(engine)
     assert stats.generated_tokens == len(cancelled.tokens) + 20
-    assert stats.verify_steps == sum(
+    assert stats.speculation.verify_steps == sum(
         len(accepted_counts(script, request, draft_len, len(engine.outcomes[request].tokens)))
         for request in (first, second)
     )
@@ -430,7 +440,8 @@ def sampled_outcomes(draft_len: int, plain: bool) -> list[Outcome]:
         for _ in range(2 + i % 2):
             engine.step()
     engine.finish()
-    accepted = final_stats(engine).accepted_drafts
+    stats = final_stats(engine).speculation
+    accepted = stats.accepted_drafts if stats else ()
     assert len(accepted) == draft_len and all(accepted[:1])
     return list(engine.outcomes.values())
 
@@ -455,7 +466,7 @@ def test_a_run_of_sampled_tokens_is_cut_at_every_place(params, plain) -> None:
         assert outcome.tokens == expected.tokens[:count]
         assert outcome.logprobs == expected.logprobs[:count]
     assert final_stats(engine).generated_tokens == sum(range(1, 13))
-    assert sum(final_stats(engine).accepted_drafts)
+    assert sum(final_stats(engine).speculation.accepted_drafts)
 
 
 # --- broken rows ----------------------------------------------------------------------------------

@@ -331,7 +331,7 @@ def test_more_is_accepted_where_the_text_is_open() -> None:
     for use in (False, True):
         executor = engine(use_rejection_sampling=use)
         answer(executor, asked)
-        length = executor.stats().acceptance_length
+        length = executor.stats().speculation.acceptance_length
         assert length is not None
         lengths.append(length)
     assert lengths[1] > lengths[0]
@@ -341,7 +341,7 @@ def test_forced_acceptance_keeps_readable_tokens(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(ENV, "3")
     executor = engine()
     tokens = answer(executor, ASKED)
-    stats = executor.stats()
+    stats = executor.stats().speculation
     assert stats.accepted_drafts == (stats.verify_steps,) * 3
     assert [len(t) for t in tokens] == [NEW_TOKENS] * len(ASKED)
     assert all(0 <= token < 512 for t in tokens for token in t)

@@ -7,7 +7,12 @@ import torch
 from helpers.engine import executor_config, generate, make_engine
 from helpers.glm_tiny import CHECKPOINT, prompts
 
-from tensorrt_llm._torch.pyexecutor.messages import EngineStats, LlmResponse, NewRequest
+from tensorrt_llm._torch.pyexecutor.messages import (
+    FinishReason,
+    LlmResponse,
+    NewRequest,
+    SpeculationStats,
+)
 from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor
 from tensorrt_llm._torch.speculative.forced_acceptance import ENV, ForcedAcceptance
 from tensorrt_llm.sampling_params import SamplingParams
@@ -32,10 +37,17 @@ def answer(executor: PyExecutor, asked: list[list[int]], **params: object) -> li
     return tokens
 
 
-def stats_of_answers(draft_len: int) -> EngineStats:
+def verified(executor: PyExecutor) -> SpeculationStats:
+    """By the engine since its start."""
+    stats = executor.stats().speculation
+    assert stats is not None
+    return stats
+
+
+def stats_of_answers(draft_len: int) -> SpeculationStats:
     executor = engine(max_draft_len=draft_len)
     answer(executor, prompts(24)[1:])
-    return executor.stats()
+    return verified(executor)
 
 
 CELLS = list(itertools.product((0, 1, 3, 7), (True, False)))
@@ -123,11 +135,96 @@ def test_drafts_never_pass_the_end_of_a_sequence() -> None:
     assert tokens[0] == tokens[1]
 
 
+def last_responses(executor: PyExecutor, messages: list[NewRequest]) -> list[LlmResponse]:
+    """Of each request, in their order; no other response says how drafts fared."""
+    executor.add_requests(messages)
+    last: dict[int, LlmResponse] = {}
+    while executor.has_work:
+        for news in executor.step():
+            if isinstance(news, LlmResponse):
+                if news.finish_reason:
+                    last[news.request_id] = news
+                else:
+                    assert news.speculation is None
+    return [last[message.request_id] for message in messages]
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_each_request_counts_its_own_drafts(plain) -> None:
+    """Siblings too: together they are what the engine has counted."""
+    executor = engine(max_draft_len=3, disable_overlap_scheduler=plain)
+    greedy = SamplingParams(max_tokens=60)
+    sampled = SamplingParams(max_tokens=60, temperature=1.0, seed=5)
+    asked = prompts(5)[1:]
+    last = last_responses(
+        executor,
+        [NewRequest(i, prompt, greedy) for i, prompt in enumerate(asked)]
+        + [NewRequest(100 + k, asked[0], sampled, choice=k) for k in range(2)],
+    )
+    counted = [response.speculation for response in last]
+    assert all(stats is not None and stats.verify_steps for stats in counted)
+    assert SpeculationStats.total(counted) == verified(executor)
+    alone = [last_responses(executor, [NewRequest(0, prompt, greedy)])[0] for prompt in asked]
+    assert [response.speculation for response in alone] == counted[: len(asked)]
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize(
+    ("max_tokens", "expected"),
+    [
+        (1, SpeculationStats(0, (0, 0, 0, 0))),
+        (2, SpeculationStats(1, (1, 0, 0, 0))),
+        (3, SpeculationStats(1, (1, 1, 0, 0))),
+        (4, SpeculationStats(1, (1, 1, 0, 0))),
+        (5, SpeculationStats(2, (2, 1, 0, 0))),
+    ],
+)
+def test_a_stop_inside_an_accepted_run_ends_the_count(
+    max_tokens, expected, plain, monkeypatch
+) -> None:
+    """Two of four drafts are accepted: one token from the prompt, then three of each step."""
+    monkeypatch.setenv(ENV, "2")
+    executor = engine(max_draft_len=4, disable_overlap_scheduler=plain)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    (last,) = last_responses(executor, [NewRequest(0, prompts(4)[1], params)])
+    assert last.speculation == verified(executor) == expected
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_cancelled_request_says_what_was_verified(plain) -> None:
+    executor = engine(max_draft_len=3, disable_overlap_scheduler=plain)
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    executor.add_requests([NewRequest(0, prompts(4)[1], params)])
+    for _ in range(6):
+        executor.step()
+    executor.cancel([0])
+    (last,) = [news for news in executor.step() if isinstance(news, LlmResponse)]
+    assert last.finish_reason is FinishReason.CANCELLED
+    assert last.speculation is not None and last.speculation.verify_steps in (4, 5)
+    while executor.has_work:
+        executor.step()
+    assert verified(executor) == last.speculation
+
+
+def test_without_drafts_nothing_is_counted() -> None:
+    executor = engine()
+    (last,) = last_responses(executor, [NewRequest(0, [5], SamplingParams(max_tokens=2))])
+    assert last.speculation is None and executor.stats().speculation is None
+
+
+def test_a_refused_request_says_nothing_about_drafts() -> None:
+    executor = engine(max_draft_len=1)
+    executor.add_requests([NewRequest(0, [], SamplingParams())])
+    last = executor.step()[0]
+    assert isinstance(last, LlmResponse)
+    assert (last.finish_reason, last.speculation) == (FinishReason.ERROR, None)
+
+
 def test_forced_acceptance_sets_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV, "2")
     executor = engine(max_draft_len=3)
     generate(executor, prompts(4), 31)
-    stats = executor.stats()
+    stats = verified(executor)
     assert stats.accepted_drafts == (stats.verify_steps, stats.verify_steps, 0)
 
 
@@ -138,7 +235,7 @@ def test_forced_acceptance_draws_its_fraction(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(2):
         executor = engine(max_draft_len=3)
         generate(executor, [prompts(4)[1]], 150)
-        seen.append(executor.stats())
+        seen.append(verified(executor))
     assert seen[0].accepted_drafts == seen[1].accepted_drafts
     steps, third = seen[0].verify_steps, seen[0].accepted_drafts[2]
     # Four standard deviations of a binomial count.
