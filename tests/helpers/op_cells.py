@@ -22,10 +22,12 @@ from typing import Any
 import pytest
 import torch
 
-from tensorrt_llm._torch.modeling_v2.catalog._op import Cell, OpWrapper, assert_bitwise
+from tensorrt_llm._torch.modeling_v2.catalog._op import Cell, OpWrapper, as_bytes, assert_bitwise
 
 RERUNS = 20
-OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+# Not "test_schema", which does arithmetic that torch lacks for FP8: `assert_untouched` finds hidden
+# writes, and "test_faketensor" results that are views of arguments.
+OPCHECKS = ("test_autograd_registration", "test_faketensor")
 
 Record = type[OpWrapper]
 
@@ -145,7 +147,3 @@ def tensors(inputs: dict[str, Any]) -> list[torch.Tensor]:
 
 def layout(t: torch.Tensor) -> tuple[torch.Size, torch.dtype, tuple[int, ...]]:
     return t.shape, t.dtype, t.stride()
-
-
-def as_bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.contiguous().flatten().view(torch.uint8)

@@ -371,9 +371,15 @@ def assert_bitwise(out: Sequence[torch.Tensor], ref: Sequence[torch.Tensor]) -> 
     for i, (a, b) in enumerate(zip(out, ref, strict=True)):
         assert a.dtype == b.dtype, f"tensor {i}: dtype {a.dtype} instead of {b.dtype}"
         assert a.shape == b.shape, f"tensor {i}: shape {tuple(a.shape)}, not {tuple(b.shape)}"
-        bits_a, bits_b = (t.contiguous().flatten().view(torch.uint8) for t in (a, b))
+        bits_a, bits_b = as_bytes(a), as_bytes(b)
         differing = int((bits_a != bits_b).sum())
         assert not differing, f"tensor {i}: {differing} of {bits_a.numel()} bytes differ"
+
+
+def as_bytes(t: torch.Tensor) -> torch.Tensor:
+    """uint8 [bytes]: a copy of the tensor's memory in the order of its elements."""
+    # clone and not contiguous(), which may keep a stride that a view as bytes cannot have.
+    return t.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
 
 
 def assert_within_ulp(

@@ -79,6 +79,21 @@ def test_an_undeclared_write_is_found() -> None:
         check_cell(hidden, ONE_ROW)
 
 
+def test_a_result_that_is_a_view_of_an_argument_is_found() -> None:
+    view = _define("test_view", reference=staticmethod(lambda x, slots, pool, scale: x[:, 0]))
+    with pytest.raises(Exception, match="outputs_alias_inputs"):
+        check_cell(view, ONE_ROW)
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_fp8_and_optional_arguments_can_be_written(counts: bool) -> None:
+    """With and without the optional count, the FP8 rows are quantised in place."""
+    record = _quantise(counts)
+    check_cell(record, ONE_ROW)
+    produced = record.run(record.raw_call, cell_inputs(record, ONE_ROW))
+    assert len(produced) == 1 + counts
+
+
 def test_inputs_that_ignore_the_generator_are_found() -> None:
     fixed = cell_inputs(ScaledAppend, ONE_ROW)
     with pytest.raises(AssertionError, match="does not use its generator"):
@@ -294,3 +309,39 @@ def _define(name: str, **changes: Any) -> type[OpWrapper]:
         **{k: staticmethod(v) if k == "fake" and callable(v) else v for k, v in changes.items()},
     }
     return define_op(type("Changed", (ScaledAppend,), members))
+
+
+def _quantise(counts: bool) -> type[OpWrapper]:
+    """An op that returns nothing and writes FP8 rows, and a count where it gets one."""
+    name = f"test_quantise_{int(counts)}"
+
+    def call(x: Tensor, rows: Tensor, count: Tensor | None = None) -> None:
+        getattr(torch.ops.trtllm, name)(x, rows, count)
+
+    def reference(x: Tensor, rows: Tensor, count: Tensor | None = None) -> None:
+        rows.copy_(x.to(rows.dtype))
+        if count is not None:
+            count.add_(1)
+
+    def nothing(x: Tensor, rows: Tensor, count: Tensor | None = None) -> None:
+        return None
+
+    def make_inputs(cell: Cell, device: torch.device, generator: torch.Generator) -> dict[str, Any]:
+        x = torch.randn(4, 16, device=device, generator=generator)
+        rows = torch.zeros(4, 16, dtype=torch.float8_e4m3fn, device=device)
+        return {"x": x, "rows": rows, "count": torch.zeros(1, device=device) if counts else None}
+
+    members = {"raw_call": call, "reference": reference, "fake": nothing, "is_valid": nothing}
+    return define_op(
+        type(
+            "Quantise",
+            (ScaledAppend,),
+            {
+                "__doc__": "Quantise rows.",
+                "schema": f"{name}(Tensor x, Tensor(a!) rows, Tensor(b!)? count=None) -> ()",
+                "make_inputs": staticmethod(make_inputs),
+                "bytes_moved": staticmethod(lambda inputs: inputs["x"].nbytes),
+                **{key: staticmethod(value) for key, value in members.items()},
+            },
+        )
+    )
