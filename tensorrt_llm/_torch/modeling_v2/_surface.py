@@ -149,6 +149,9 @@ SURFACE = (
             ("custom_ops.paged_mqa_logits", "paged_mqa_logits_schedule", "its processors' shares"),
             ("custom_ops.sparse_mla", "gather_rows", "reads rows of a pool"),
             ("modules.rotary_embedding", "apply_rotary", "rotates interleaved pairs in fp32"),
+            ("speculative.forced_acceptance", "POOL_SIZE", "numbers that fractions draw from"),
+            ("speculative.forced_acceptance", "STEP_STRIDE", "the counter's factor in a draw"),
+            ("speculative.forced_acceptance", "SLOT_STRIDE", "the slot's factor in a draw"),
         )
     ),
 )
