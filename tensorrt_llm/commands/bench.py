@@ -1,4 +1,4 @@
-"""trtllm-bench: how fast one user gets tokens, beside transformers' `generate` if wanted."""
+"""trtllm-bench: how fast one user gets tokens, beside a peer if wanted."""
 
 import os
 from pathlib import Path
@@ -31,7 +31,11 @@ def _random_only(ctx: click.Context, option: click.Parameter, value: int) -> int
 
 @main.command(context_settings={"show_default": True})
 @options.model
-@click.option("--peer", type=click.Choice(["transformers"]), help="Measure this one as well.")
+@click.option(
+    "--peer",
+    type=click.Choice(["transformers", "no-drafts"]),
+    help="Measure this one as well: transformers' generate, or this engine without its drafts.",
+)
 @click.option(
     "--dataset",
     is_eager=True,
@@ -105,7 +109,7 @@ def latency(
             llm_args_from_cli_and_yaml(flags, config),
             requests,
             warmup=warmup,
-            with_peer=peer is not None,
+            peer=peer,
             settings={**workload, "warmup": warmup, "concurrency": concurrency},
         )
     click.echo(report.as_text())

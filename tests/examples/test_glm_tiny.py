@@ -62,6 +62,22 @@ def test_heldout_lines_are_those_of_the_script_and_never_trained() -> None:
     assert not trained & {e.prompt for e in made}
 
 
+def test_bench_asks_heldout_questions_of_every_task(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Every ninth of each task, the tasks in turn; as many tokens as the answer has."""
+    per_task = train.HELDOUT_PER_TASK
+    made = data.heldout_examples(per_task, train.SEED)
+    asked = [made[i] for start in range(0, per_task, 9) for i in range(start, len(made), per_task)]
+    encoded = zip(asked, tokenizers.encode(tokenizer, asked), strict=True)
+    assert [json.loads(line) for line in (FOLDER / "bench.jsonl").read_text().splitlines()] == [
+        {
+            "task_id": i,
+            "prompt": data.render(example.prompt),
+            "output_tokens": len(ids) - prompt_tokens,
+        }
+        for i, (example, (ids, prompt_tokens)) in enumerate(encoded)
+    ]
+
+
 @pytest.mark.parametrize("text", ["Sort 3 1 2", "café, 日本 🙂\n", "  a\tb  ", "Привет 12345"])
 def test_tokenizer_round_trip(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

@@ -65,9 +65,23 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The normalised value is rounded to x's dtype before the weight multiplies it, as in
     transformers."""
     if x.dtype == torch.float32:
-        return F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x, weight.shape, weight, eps) if x.is_cuda else _on_cpu(x, weight, eps)
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def _on_cpu(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / (sqrt(|x|^2 + n eps) / sqrt(n)) * weight: for few tokens half the time of F.rms_norm,
+    which has no kernel of its own on the CPU."""
+    root, floor = _constants(x.shape[-1], eps)
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (x / length.hypot_(floor).div_(root)).mul_(weight)
+
+
+@functools.cache
+def _constants(n: int, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """sqrt(n) and sqrt(n eps); as tensors, since a Python number is converted at each use."""
+    return torch.tensor(n).sqrt(), torch.tensor(n * eps).sqrt()
 
 
 class LayerNorm(nn.Module):

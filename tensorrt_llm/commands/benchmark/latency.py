@@ -15,7 +15,7 @@ from tensorrt_llm.commands.benchmark.workload import BenchRequest
 from tensorrt_llm.commands.output import environment
 from tensorrt_llm.llmapi import LlmArgs, SpeculationStats
 
-OURS, PEER = "tensorrt_llm", "transformers"
+OURS = "tensorrt_llm"
 
 
 def run_latency(
@@ -23,33 +23,33 @@ def run_latency(
     requests: Sequence[BenchRequest],
     *,
     warmup: int,
-    with_peer: bool,
+    peer: str | None,
     settings: Mapping[str, Any],
 ) -> Report:
     """Start the engines, measure, end them.
 
     Args:
-        args: of our engine; the peer gets the same model, device and dtype, and all ranks' threads.
+        args: of our engine.
         requests: what to measure.
         warmup: requests run before that.
-        with_peer: measure transformers' `generate` too.
+        peer: measure this too, see `_start_peer`.
         settings: the caller's part of the report's settings.
 
     Raises:
         BenchError: a request failed, or the peer did.
-        ValueError, EngineDeadError: our engine does not start.
+        ValueError, EngineDeadError: our engine does not start, or has no drafts to go without.
     """
     with contextlib.ExitStack() as stack:
         engines: dict[str, Engine] = {}
-        if with_peer:  # before our engine, which on a GPU takes what memory there is
-            engines[PEER] = _enter(stack, _start_peer(args))
+        if peer:  # before our engine, which on a GPU takes what memory there is
+            engines[peer] = _enter(stack, _start_peer(peer, args))
         ours = OwnEngine(args)
         engines = {OURS: _enter(stack, ours), **engines}
         runs = measure(engines, requests, warmup)
         reports = {name: _engine_report(engines[name], runs[name]) for name in engines}
         memory = _memory(ours, reports[OURS])
     config = args.executor_config()
-    peers = runs.get(PEER)
+    peers = runs[peer] if peer else None
     return Report(
         settings={
             **settings,
@@ -100,7 +100,13 @@ def _enter(stack: contextlib.ExitStack, engine: Engine) -> Engine:
     return engine
 
 
-def _start_peer(args: LlmArgs) -> TransformersPeer:
+def _start_peer(peer: str, args: LlmArgs) -> Engine:
+    """transformers: its `generate` with the same model, device and dtype, and all ranks' threads.
+    no-drafts: our own engine, with everything but the drafts."""
+    if peer == "no-drafts":
+        if args.speculative_config is None:
+            raise ValueError("the peer no-drafts needs a speculative_config to go without")
+        return OwnEngine(args.model_copy(update={"speculative_config": None}))
     config = args.executor_config()
     threads = config.num_threads and config.num_threads * config.mapping.world_size
     return TransformersPeer(config.model, config.device, config.dtype, threads)

@@ -38,7 +38,8 @@ from tensorrt_llm.commands.benchmark.workload import (
 from tensorrt_llm.commands.output import table
 from tensorrt_llm.llmapi import SpeculationStats
 
-CHECKPOINT = Path(__file__).parents[3] / "examples" / "glm_tiny" / "checkpoint"
+GLM_TINY = Path(__file__).parents[3] / "examples" / "glm_tiny"
+CHECKPOINT = GLM_TINY / "checkpoint"
 
 
 def run(*arguments: object) -> Result:
@@ -359,6 +360,7 @@ def test_help_is_quick() -> None:
         (["--model", CHECKPOINT, "--input_len", "5000"], ["5448", "4096"]),
         (["--model", CHECKPOINT, "--concurrency", "2"], ["--concurrency", "1 user"]),
         (["--model", CHECKPOINT, "--peer", "vllm"], ["vllm", "transformers"]),
+        (["--model", CHECKPOINT, "--peer", "no-drafts"], ["no-drafts", "speculative_config"]),
         (["--model", CHECKPOINT, "--num_threads", "0"], ["--num_threads"]),
         (["--model", CHECKPOINT, "--tp_size", "3"], ["tensor_parallel_size 3", "heads 4"]),
         (["--model", CHECKPOINT, "--dataset", __file__], ["test_bench.py:1 is not JSON"]),
@@ -447,6 +449,20 @@ def test_at_least_twice_as_fast_as_transformers(tmp_path: Path) -> None:
 
     ours, peer = best("tensorrt_llm"), best("transformers")
     assert peer / ours >= 2.0, f"{ours:.0f} ms and {peer:.0f} ms for 448 tokens"
+
+
+@pytest.mark.slow
+def test_three_drafts_bring_at_least_half_as_many_tokens_again_in_the_same_time(
+    tmp_path: Path,
+) -> None:
+    """On questions that the model can answer, one after the other with and without drafts."""
+    report = bench(
+        *(tmp_path, "--peer", "no-drafts", "--dataset", GLM_TINY / "bench.jsonl"),
+        *("--config", GLM_TINY / "mtp.yaml"),
+    )
+    assert report["same_outputs"] == report["tensorrt_llm"]["requests"] == 40
+    assert report["no-drafts"]["tokens_per_step"] == 1.0
+    assert report["speedup"]["decode"] >= 1.5, report["speedup"]
 
 
 @pytest.mark.slow

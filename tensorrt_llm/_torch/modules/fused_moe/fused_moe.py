@@ -17,6 +17,9 @@ MAX_GRAPH_TOKENS = 128
 # That path gathers the chosen experts' weights, so many tokens at a time. It pays for few tokens
 # anywhere, such as the rows of a verify step.
 GATHER_TOKENS = 8
+# In fp32 on the CPU, up to this many multiplications run all experts in less time than the calls
+# take that run the chosen ones. In bf16 a CPU's multiplications may be slower than its calls.
+ALL_EXPERTS_WORK = 1 << 22
 
 
 class FusedMoE(nn.Module):
@@ -67,6 +70,8 @@ class FusedMoE(nn.Module):
         tokens = x.shape[0]
         if tokens == 1 and not x.is_cuda:
             return self._one_token(x, weights, ids)
+        if not x.is_cuda and x.dtype == torch.float32 and self._is_small(tokens):
+            return self._all_experts(x, weights, ids)
         if tokens <= GATHER_TOKENS:
             return self._by_token(x, weights, ids)
         if tokens > MAX_GRAPH_TOKENS or not x.is_cuda:
@@ -81,6 +86,19 @@ class FusedMoE(nn.Module):
             for expert in ids[0].tolist()
         ]
         return _combine(torch.stack(out, dim=1), weights)
+
+    def _is_small(self, tokens: int) -> bool:
+        return tokens * (self.gate_up.numel() + self.down.numel()) <= ALL_EXPERTS_WORK
+
+    def _all_experts(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Every expert on every token; those that a token did not choose weigh nothing."""
+        experts, hidden_size, _ = self.down.shape
+        gate_up = F.linear(x, self.gate_up.view(-1, hidden_size))
+        hidden = silu_and_mul(gate_up.view(x.shape[0], experts, -1))
+        out = torch.bmm(hidden.transpose(0, 1), self.down.transpose(1, 2)).transpose(0, 1)
+        return _combine(out, weights.new_zeros(x.shape[0], experts).scatter_(1, ids, weights))
 
     def _by_token(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         tokens, top_k = ids.shape
@@ -107,6 +125,5 @@ class FusedMoE(nn.Module):
 
 
 def _combine(out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """out [tokens, top_k, hidden], weights fp32 [tokens, top_k] -> their weighted sum, added in
-    fp32."""
+    """out [tokens, n, hidden], weights fp32 [tokens, n] -> their weighted sum, added in fp32."""
     return torch.bmm(weights.unsqueeze(1), out.float()).squeeze(1).to(out.dtype)

@@ -21,7 +21,8 @@ def make_norm(weight: torch.Tensor, eps: float = EPS) -> RMSNorm:
 
 @given(seed=st.integers(0, 1000), width=st.integers(1, 300), scale=st.floats(-15, 15))
 def test_fp32_equals_float64(seed, width, scale) -> None:
-    """A mean of `width` squares, whose error the root halves, and five single operations."""
+    """A sum of `width` squares, whose error the root halves; then the root itself, a hypotenuse,
+    sqrt(width), two divisions and a product."""
     generator = torch.Generator().manual_seed(seed)
     x = 2.0**scale * torch.randn(3, width, generator=generator)
     weight = torch.randn(width, generator=generator)

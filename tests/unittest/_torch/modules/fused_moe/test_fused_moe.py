@@ -62,14 +62,14 @@ def assert_within(own: torch.Tensor, routing: Routing) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens", [1, 2, 9, 40])
+@pytest.mark.parametrize("tokens", [1, 2, 9, 40, 240])
 def test_equals_the_loop_over_experts(tokens, dtype) -> None:
-    """One token, few, and so many that experts serve several."""
+    """One token, few, and so many that experts serve several; 240 are above ALL_EXPERTS_WORK."""
     routing = routed(tokens, dtype)
     assert_within(make_experts(dtype=dtype)(*routing), routing)
 
 
-@pytest.mark.parametrize("path", ["_by_token", "_by_expert", "_one_token"])
+@pytest.mark.parametrize("path", ["_by_token", "_by_expert", "_one_token", "_all_experts"])
 def test_every_path_computes_the_same(path) -> None:
     """Which one runs depends on device and number of tokens; the CPU can run them all."""
     routing = routed(1 if path == "_one_token" else 9)
