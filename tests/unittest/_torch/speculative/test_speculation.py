@@ -55,7 +55,7 @@ def expected() -> list[list[int]]:
     return generate(engine(), prompts(8), NEW_TOKENS)
 
 
-@pytest.mark.parametrize(("draft_len", "plain"), CELLS)
+@pytest.mark.parametrize(("draft_len", "plain"), [*CELLS, (11, False)])
 def test_tokens_do_not_depend_on_drafting(draft_len, plain, expected) -> None:
     """Alone and in a batch with chunked prompts; the plain and the overlapped loop."""
     executor = engine(
