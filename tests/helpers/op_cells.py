@@ -53,7 +53,7 @@ def check_cell(record: Record, cell: Cell) -> None:
     assert_same_inputs(record, cell)
     assert_reruns_equal(record, inputs)
     record.compare(record.run(record.raw_call, inputs), record.run(record.reference, inputs))
-    torch.library.opcheck(op_of(record), (), inputs, test_utils=OPCHECKS)
+    torch.library.opcheck(op_of(record), (), inputs, test_utils=opchecks(inputs))
     assert_fake_matches(record, inputs)
     assert record.bytes_moved(inputs) > 0
     assert_untouched(record, cell, inputs)
@@ -125,6 +125,14 @@ def assert_graph_equal(record: Record, cell: Cell) -> None:
         buffer.copy_(value)
     graph.replay()
     assert_bitwise(record.produced(returned, held), expected)
+
+
+def opchecks(inputs: dict[str, Any]) -> tuple[str, ...]:
+    """Torch's schema check compares the arguments before and after by torch.allclose, which has no
+    fp8; for such arguments `assert_untouched` alone says what was written."""
+    if any(t.dtype.is_floating_point and t.dtype.itemsize == 1 for t in tensors(inputs)):
+        return tuple(check for check in OPCHECKS if check != "test_schema")
+    return OPCHECKS
 
 
 def op_of(record: Record) -> Any:
