@@ -14,29 +14,10 @@ from typing import Any
 
 import torch
 
+from tensorrt_llm._torch.custom_ops.fp4 import NVFP4_GROUP, dequantize_nvfp4
 from tensorrt_llm._torch.models.checkpoints.reader import CheckpointReader, Range
 
 FP8_BLOCK = 128
-NVFP4_GROUP = 16
-# One e2m1 code: sign bit, two exponent bits, one mantissa bit.
-E2M1_VALUES = (
-    0.0,
-    0.5,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-    -0.0,
-    -0.5,
-    -1.0,
-    -1.5,
-    -2.0,
-    -3.0,
-    -4.0,
-    -6.0,
-)
 
 
 @dataclass(frozen=True)
@@ -80,19 +61,6 @@ def dequantize_fp8(
     row_blocks = _block_numbers(first_row, weight.shape[0], weight.device)
     col_blocks = _block_numbers(first_col, weight.shape[1], weight.device)
     return weight.float() * scale_inv[row_blocks][:, col_blocks]
-
-
-def dequantize_nvfp4(
-    packed: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor
-) -> torch.Tensor:
-    """fp32 [rows, cols] from uint8 [rows, cols/2], e4m3 [rows, cols/16] and an fp32 scalar.
-
-    code * scale is exact in fp32 (6 significant bits), so the only rounding is by the global scale.
-    """
-    values = torch.tensor(E2M1_VALUES, device=packed.device)
-    codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
-    grouped = values[codes.int()].unflatten(-1, (-1, NVFP4_GROUP))
-    return (grouped * scale.float().unsqueeze(-1)).flatten(-2) * global_scale
 
 
 def read_fp8(

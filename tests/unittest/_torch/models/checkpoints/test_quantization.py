@@ -5,10 +5,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tensorrt_llm._torch.custom_ops.fp4 import dequantize_nvfp4
 from tensorrt_llm._torch.models.checkpoints import CheckpointReader
 from tensorrt_llm._torch.models.checkpoints.quantization import (
     declared_format,
-    dequantize_nvfp4,
     nvfp4_part_problem,
     read_fp8,
     read_nvfp4,

@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from tensorrt_llm._torch.modeling_v2.catalog._op import assert_within_ulp
+from tensorrt_llm._torch.modeling_v2.catalog.rms_norm import (
+    rms_norm_rounded_once as rms_norm_rounded_once,
+)
 
 
 def project(
@@ -34,16 +37,6 @@ def rows_or_zeros(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """
     outside = (ids < 0) | (ids >= table.shape[0])
     return F.embedding(ids.masked_fill(outside, 0), table).masked_fill(outside.unsqueeze(-1), 0)
-
-
-def rms_norm_rounded_once(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x * rsqrt(mean(x^2) + eps) * weight in fp32, then rounded to x's dtype: flashinfer's form.
-
-    Args:
-        x: [rows, width].
-        weight: [width].
-    """
-    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
 def swiglu_rounded_once(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
