@@ -141,6 +141,9 @@ SURFACE = (
         Entry(f"{TORCH}.{module}", name, meaning, ours=True)
         for module, name, meaning in (
             ("custom_ops.cache_ops", "scatter_rows", "writes rows of a pool"),
+            ("custom_ops.fp4", "NVFP4_GROUP", "codes that share a scale"),
+            ("custom_ops.fp4", "quantize_nvfp4", "e2m1 codes and their block scales"),
+            ("custom_ops.fp4", "dequantize_nvfp4", "the values of those"),
             ("custom_ops.fp8", "QUANT_BLOCK", "channels that share a scale"),
             ("custom_ops.fp8", "quantize_e4m3_ue8m0", "e4m3 with power-of-two scales"),
             ("custom_ops.fp8", "saturating_cast", "e4m3 at unit scale"),
