@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from tensorrt_llm._torch.attention.backends.sparse.dsa.indexer import Indexer
+from tensorrt_llm._torch.custom_ops.fp4 import NVFP4_GROUP
+from tensorrt_llm._torch.models.checkpoints.quantization import nvfp4_part_problem
+from tensorrt_llm._torch.models.checkpoints.reader import CheckpointReader, Range
 from tensorrt_llm._torch.models.modeling_deepseekv3 import (
     DeepseekV3DecoderLayer,
     Deepseekv3MoE,
@@ -86,7 +89,8 @@ class DenseOperands:
 
 @dataclass(frozen=True)
 class MoeOperands:
-    """Of one MoE layer with unquantised experts.
+    """Of one MoE layer as the built-in module holds it, which is in numbers, whatever the
+    checkpoint stores (`Nvfp4Experts` are read from there).
 
     Attributes:
         router_weight: activation dtype [experts, hidden]; the module's is fp32, so for bf16 it is
@@ -106,6 +110,28 @@ class MoeOperands:
     top_k: int
     routed_scaling_factor: float
     shared: DenseOperands
+
+
+@dataclass(frozen=True)
+class Nvfp4Experts:
+    """NVFP4 operands of glm_routed_experts, with I columns of every expert on this rank.
+
+    Attributes:
+        up_gate, up_gate_scale: uint8 [experts, 2 * I, hidden / 2], e4m3 [experts, 2 * I,
+            hidden / 16], up rows first.
+        down, down_scale: uint8 [experts, hidden, I / 2], e4m3 [experts, hidden, I / 16].
+        input_global_scale: fp32 [1], of fp4_quantize for the layer's input.
+        output1_scale, output1_gate_scale, output2_scale: fp32 [experts].
+    """
+
+    up_gate: Tensor
+    up_gate_scale: Tensor
+    down: Tensor
+    down_scale: Tensor
+    input_global_scale: Tensor
+    output1_scale: Tensor
+    output1_gate_scale: Tensor
+    output2_scale: Tensor
 
 
 @dataclass(frozen=True)
@@ -263,6 +289,58 @@ def up_then_gate(experts: FusedMoE) -> Tensor:
     """[experts, 2 * local, hidden], the module's rows with each expert's halves exchanged."""
     gate, up = experts.gate_up.chunk(2, dim=1)
     return torch.cat([up, gate], dim=1)
+
+
+def read_nvfp4_experts(
+    reader: CheckpointReader, name: str, experts: FusedMoE, device: torch.device
+) -> Nvfp4Experts:
+    """The codes of the routed experts as the checkpoint stores them, which the built-in module
+    holds as numbers only.
+
+    All experts and ranks share one input scale, the largest of gate and up, as TensorRT-LLM has it.
+
+    Args:
+        name: of the experts in the checkpoint, such as "model.layers.3.mlp.experts".
+        experts: the built-in module, for its sizes and this rank's part.
+
+    Raises:
+        ValueError: a part that cuts a group of 16, or a tensor that is not stored in NVFP4.
+    """
+    count, hidden, _ = experts.down.shape
+    rows = experts.part
+    problem = nvfp4_part_problem((hidden, experts.intermediate_size), rows)
+    if problem:
+        raise ValueError(f"{name}: {problem}")
+    packed_cols, scale_cols = ((rows[0] // n, rows[1] // n) for n in (2, NVFP4_GROUP))
+
+    def stacked(suffix: str, part: Range = None, cols: Range = None) -> Tensor:
+        found = [_stored(reader, f"{name}.{e}.{suffix}", part, cols) for e in range(count)]
+        return torch.stack([t.to(device) for t in found])
+
+    def up_then_gate_rows(suffix: str) -> Tensor:
+        return torch.cat([stacked(f"{p}_proj.{suffix}", rows) for p in ("up", "gate")], dim=1)
+
+    def scalars(projection: str, which: str) -> Tensor:
+        return stacked(f"{projection}_proj.{which}")
+
+    input_scale = torch.maximum(scalars("gate", "input_scale"), scalars("up", "input_scale")).max()
+    inner_scale = scalars("down", "input_scale")
+    return Nvfp4Experts(
+        up_gate=up_then_gate_rows("weight"),
+        up_gate_scale=up_then_gate_rows("weight_scale"),
+        down=stacked("down_proj.weight", None, packed_cols),
+        down_scale=stacked("down_proj.weight_scale", None, scale_cols),
+        input_global_scale=(1 / input_scale).view(1),
+        output1_scale=input_scale * scalars("up", "weight_scale_2") / inner_scale,
+        output1_gate_scale=input_scale * scalars("gate", "weight_scale_2"),
+        output2_scale=inner_scale * scalars("down", "weight_scale_2"),
+    )
+
+
+def _stored(reader: CheckpointReader, name: str, rows: Range, cols: Range) -> Tensor:
+    if name not in reader.tensors:
+        raise ValueError(f"the checkpoint has no {name}; these experts are not stored in NVFP4")
+    return reader.read(name, rows, cols)
 
 
 @torch.no_grad()

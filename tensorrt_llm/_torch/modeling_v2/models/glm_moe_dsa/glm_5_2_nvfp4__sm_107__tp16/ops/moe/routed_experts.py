@@ -75,10 +75,10 @@ class RoutedExperts(OpWrapper):
                 h = round(silu(g) * u); out[r] = round(h . down_e)
 
     In NVFP4 x, h, up, gate and down mean code * block scale; the global scales are in the three
-    scalars. With s_x and s_h the checkpoint's input scales of FC1 and FC2 and w_1, w_2 its
-    `weight_scale_2` of gate and up, and of down: output1_scale_gate_scalar = s_x w_1,
-    output1_scale_scalar = s_x w_1 / s_h (so u is in units of s_h, and h needs no other global
-    scale), output2_scale_scalar = s_h w_2. One s_x for all experts and ranks. `round` is to
+    scalars. With s_x and s_h the checkpoint's input scales of FC1 and FC2 and w_gate, w_up, w_down
+    its `weight_scale_2`: output1_scale_gate_scalar = s_x w_gate, output1_scale_scalar =
+    s_x w_up / s_h (so u is in units of s_h, and h needs no other global scale),
+    output2_scale_scalar = s_h w_down. One s_x for all experts and ranks. `round` is to
     `output_dtype` in NVFP4 and to the dtype of x in the plain form (none in fp32).
 
     The plain form, with unquantised weights and every scale None, is for models without NVFP4
