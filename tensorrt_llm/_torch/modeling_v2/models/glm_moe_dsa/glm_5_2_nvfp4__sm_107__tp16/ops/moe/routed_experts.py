@@ -362,21 +362,24 @@ class RoutedExperts(OpWrapper):
         """As if the tokens chose different experts, as far as there are."""
         experts, hidden, _ = inputs["gemm2_weights"].shape
         rows, top_k = inputs["hidden_states"].shape[0], inputs["top_k"]
-        of_experts = [
-            inputs[name].nbytes
-            for name in ("gemm1_weights", "gemm1_weights_scale", "gemm2_weights")
-            if inputs[name] is not None
-        ]
-        if inputs["gemm2_weights_scale"] is not None:
-            of_experts.append(inputs["gemm2_weights_scale"].nbytes)
-        weights = sum(of_experts) * min(experts, rows * top_k) // experts
-        router = sum(
-            inputs[name].nbytes
-            for name in ("routing_logits", "router_hidden_states", "router_weight", "routing_bias")
-            if inputs[name] is not None
+
+        def nbytes(*names: str) -> int:
+            return sum(inputs[name].nbytes for name in names if inputs[name] is not None)
+
+        stored = nbytes(
+            "gemm1_weights", "gemm1_weights_scale", "gemm2_weights", "gemm2_weights_scale"
+        )
+        weights = stored * min(experts, rows * top_k) // experts
+        read = nbytes(
+            "routing_logits",
+            "routing_bias",
+            "router_hidden_states",
+            "router_weight",
+            "hidden_states",
+            "hidden_states_scale",
         )
         written = rows * top_k * (hidden * inputs["output_dtype"].itemsize + 8)
-        return weights + router + inputs["hidden_states"].nbytes + written
+        return weights + read + written
 
     @staticmethod
     def compare(out: Sequence[Tensor], ref: Sequence[Tensor]) -> None:
