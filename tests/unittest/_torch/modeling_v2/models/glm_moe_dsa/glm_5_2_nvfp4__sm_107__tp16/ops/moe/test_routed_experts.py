@@ -13,6 +13,9 @@ from tensorrt_llm._torch.modeling_v2.catalog._op import Cell, assert_bitwise
 from tensorrt_llm._torch.modeling_v2.models.glm_moe_dsa.glm_5_2_nvfp4__sm_107__tp16.geometry import (  # noqa: E501
     Geometry,
 )
+from tensorrt_llm._torch.modeling_v2.models.glm_moe_dsa.glm_5_2_nvfp4__sm_107__tp16.ops._numerics import (  # noqa: E501
+    noaux_tc,
+)
 from tensorrt_llm._torch.modeling_v2.models.glm_moe_dsa.glm_5_2_nvfp4__sm_107__tp16.ops.gemm.router_gemm import (  # noqa: E501
     router_gemm,
 )
@@ -98,7 +101,8 @@ def expert_rows(inputs: dict[str, Any], ids: np.ndarray, rounded: bool) -> Float
 
 def in_order_of_routing(out: tuple[torch.Tensor, ...], top_k: int) -> Float64:
     rows, _, places = out[:3]
-    return to_numpy(rows)[places.numpy()].reshape(-1, top_k, rows.shape[1])
+    assert places.shape[1] == top_k
+    return to_numpy(rows)[places.numpy()]
 
 
 def chosen(inputs: dict[str, Any]) -> np.ndarray:
@@ -150,7 +154,7 @@ def test_plain_fp32_rounds_nothing(cell: Cell) -> None:
 @each_cell
 def test_places_group_rows_by_expert_then_by_token(cell: Cell) -> None:
     inputs = cell_inputs(RoutedExperts, tiny(cell))
-    places = RoutedExperts.run(RoutedExperts.raw_call, inputs)[2].tolist()
+    places = RoutedExperts.run(RoutedExperts.raw_call, inputs)[2].flatten().tolist()
     pairs = [(e, t * 4 + k) for (t, k), e in np.ndenumerate(chosen(inputs))]
     ranked = sorted(pairs)
     assert places == [ranked.index(pair) for pair in pairs]
@@ -183,7 +187,7 @@ def test_one_plain_row_is_summed_to_the_low_m_moes_result() -> None:
     rows, weights, places = RoutedExperts.raw_call(**inputs)
     total = torch.zeros(1, 48)
     for k in range(4):
-        total += weights[0, k] * rows[places[k]]
+        total += weights[0, k] * rows[places[0, k]]
     whole = lowm_bf16_moe(
         inputs["hidden_states"],
         inputs["routing_logits"],
@@ -215,6 +219,14 @@ def test_a_launch_leaves_the_workspace_idle_and_counts_itself() -> None:
         expected[0] = launches
         assert torch.equal(inputs["router_workspace"], expected)
         RoutedExperts.is_valid(**inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_rounded_once_to_the_output_dtype(dtype: torch.dtype) -> None:
+    inputs = cell_inputs(RoutedExperts, tiny(LOGITS, dtype))
+    weights = RoutedExperts.raw_call(**inputs)[1]
+    exact, _ = noaux_tc(inputs["routing_logits"], inputs["routing_bias"], 4, 2.5)
+    assert weights.dtype == dtype and torch.equal(weights, exact.to(dtype))
 
 
 def test_an_idle_word_is_negative_zero() -> None:
