@@ -241,7 +241,8 @@ class LamportWorkspace:
     def exchange(self, call: str, shard: torch.Tensor) -> torch.Tensor:
         """`publish`, then `collect`."""
         self.publish(call, shard)
-        return self.collect(call, *shard.shape, shard.dtype)
+        rows, columns = shard.shape
+        return self.collect(call, rows, columns, shard.dtype)
 
     def publish(self, call: str, shard: torch.Tensor) -> None:
         """Store this rank's rows into every rank's current buffer.
@@ -256,7 +257,8 @@ class LamportWorkspace:
                 failed.
         """
         self._refuse_failed()
-        sized_call = self._sized(call, *shard.shape, shard.dtype)
+        rows, columns = shard.shape
+        sized_call = self._sized(call, rows, columns, shard.dtype)
         if self._published:
             raise RuntimeError(
                 f"workspace {self.tag!r} holds published rows that nothing has collected yet: "

@@ -84,7 +84,7 @@ def many_calls(mapping: Mapping) -> bool:
     workspace = lamport_workspace(mapping, "many", Payload.EXCHANGE, BYTES)
     values = [
         workspace.exchange("op", torch.full((1 + i % 3, 1), i * RANKS + mapping.rank))
-        for i in range(300)
+        for i in range(100)
     ]
     return all(
         value.squeeze(-1).tolist() == [list(range(i * RANKS, (i + 1) * RANKS))] * (1 + i % 3)
@@ -194,7 +194,7 @@ def test_private_workspaces_do_not_meet(answers) -> None:
     assert all(all(answer["interleaved"]) for answer in answers)
 
 
-def test_hundreds_of_calls_stay_in_step(answers) -> None:
+def test_a_hundred_calls_stay_in_step(answers) -> None:
     assert all(answer["many_calls"] for answer in answers)
 
 
