@@ -288,7 +288,7 @@ class LamportWorkspace:
                 f"workspace {self.tag!r} is to collect {mine}; published is "
                 f"{self._published or 'nothing'}"
             )
-        deadline = time.monotonic() + float(os.environ.get(TIMEOUT_ENV, DEFAULT_TIMEOUT_S))
+        deadline = time.monotonic() + _timeout_s()
         for rank in range(self.world_size):
             self._await_same_call(rank, mine, deadline)
         gathered = self._await_words(self._bytes(rows, columns, dtype), mine, deadline)
@@ -403,6 +403,17 @@ def lamport_workspace(
 
 _OPEN: dict[str, LamportWorkspace] = {}
 _HANDLES = itertools.count(1)
+
+
+def _timeout_s() -> float:
+    text = os.environ.get(TIMEOUT_ENV, str(DEFAULT_TIMEOUT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(f"{TIMEOUT_ENV} is {text!r}; it must be a positive number of seconds")
+    return seconds
 
 
 def _agree(mapping: Mapping, request: str) -> None:

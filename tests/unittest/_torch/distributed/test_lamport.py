@@ -346,3 +346,11 @@ def test_published_rows_wait_for_the_call_that_fits_them(leave) -> None:
     with pytest.raises(RuntimeError, match="1 rows of 8 bytes; published is hop of 2 rows of 8"):
         workspace.collect("hop", 1, 2, torch.float32)
     assert torch.equal(workspace.collect("hop", 2, 2, torch.float32), torch.ones(2, 1, 2))
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
+def test_a_deadline_that_is_no_time_is_refused(monkeypatch, leave, text: str) -> None:
+    workspace = lamport_workspace(ALONE, "timed", Payload.SUM, 64)
+    monkeypatch.setenv(lamport.TIMEOUT_ENV, text)
+    with pytest.raises(ValueError, match=f"TRTLLM_LAMPORT_TIMEOUT_S is '{text}'"):
+        workspace.exchange("op", torch.ones(1, 1))
