@@ -137,6 +137,97 @@ SURFACE = (
         "eps of the index keys' norm",
         ours=True,
     ),
+    Entry(
+        f"{TORCH}.attention.backends.sparse.dsa.indexer",
+        "Indexer",
+        "a full layer's indexer; operands are derived from its weights",
+        ("params", "k_norm", "wq_b", "weight_scale"),
+    ),
+    Entry(
+        f"{TORCH}.modules.mla",
+        "MLA",
+        "a layer's attention; fused_a has the indexer's rows behind its own",
+        (
+            "fused_a",
+            "indexer",
+            "kv_a_layernorm",
+            "nope",
+            "num_heads",
+            "o_proj",
+            "q_a_layernorm",
+            "q_b_proj",
+            "q_lora_rank",
+            "rope",
+            "w_uk",
+            "w_uv",
+        ),
+    ),
+    Entry(
+        f"{TORCH}.modules.fused_moe",
+        "FusedMoE",
+        "this rank's slice of all routed experts",
+        ("down", "gate_up", "intermediate_size", "part"),
+    ),
+    Entry(
+        f"{TORCH}.modules.gated_mlp",
+        "GatedMLP",
+        "this rank's slice of a dense MLP or of the shared expert",
+        ("gate_up_proj", "down_proj"),
+    ),
+    Entry(
+        f"{TORCH}.models.modeling_deepseekv3",
+        "Deepseekv3MoE",
+        "router, routed and shared experts of a layer",
+        ("gate", "experts", "shared_experts"),
+    ),
+    Entry(
+        f"{TORCH}.models.modeling_deepseekv3",
+        "DeepseekV3DecoderLayer",
+        "a layer",
+        ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),
+    ),
+    Entry(
+        f"{TORCH}.models.modeling_deepseekv3",
+        "DeepseekV3MTP",
+        "the MTP layer: a decoder layer and what stands around it",
+        ("block", "eh_proj", "enorm", "hnorm", "shared_head_norm"),
+    ),
+    Entry(
+        f"{TORCH}.models.modeling_deepseekv3",
+        "GlmMoeDsaForCausalLM",
+        "the built-in model, loaded",
+        ("config", "draft_model", "lm_head", "model"),
+    ),
+    Entry(
+        f"{TORCH}.models.checkpoints.reader",
+        "CheckpointReader",
+        "the checkpoint's files; for NVFP4 experts as they are stored",
+        ("read", "tensors"),
+        ours=True,
+    ),
+    Entry(f"{TORCH}.models.checkpoints.reader", "Range", "rows or columns of a tensor", ours=True),
+    Entry(
+        f"{TORCH}.models.checkpoints.quantization",
+        "nvfp4_part_problem",
+        "what is wrong with a part of an NVFP4 tensor",
+        ours=True,
+    ),
+    Entry(
+        f"{TORCH}.distributed",
+        "LamportWorkspace",
+        "three buffers that ranks exchange rows through; made by `lamport_workspace`",
+        ("at", "exchange", "world_size_of", "descriptor"),
+        ours=True,
+    ),
+    *(
+        Entry(f"{TORCH}.distributed", name, meaning, ours=True)
+        for name, meaning in (
+            ("Payload", "what a workspace carries, and so its empty word"),
+            ("allgather", "shards of all ranks, one behind the other"),
+            ("joined_ranks", "this rank and how many there are"),
+            ("lamport_workspace", "makes a workspace, or finds the tag's"),
+        )
+    ),
     *(
         Entry(f"{TORCH}.{module}", name, meaning, ours=True)
         for module, name, meaning in (

@@ -81,13 +81,13 @@ def test_the_engine_provides_what_is_listed(entry: Entry) -> None:
 def test_names_that_are_not_listed_are_found() -> None:
     tree = ast.parse(
         "import tensorrt_llm.mapping\n"
-        "from tensorrt_llm._torch.modules.mla import MLA\n"
+        "from tensorrt_llm._torch.modules.linear import Linear\n"
         "from tensorrt_llm._torch.modeling_v2._core import ModelingV2Core\n"
         "x = self.mapping.pp_size + mapping.tp_size + attn_metadata.secret + own.secret\n"
     )
     assert unlisted_imports(tree) == [
         ("tensorrt_llm.mapping", ""),
-        ("tensorrt_llm._torch.modules.mla", "MLA"),
+        ("tensorrt_llm._torch.modules.linear", "Linear"),
     ]
     assert sorted(unlisted_reads(tree)) == ["attn_metadata.secret", "mapping.pp_size"]
 
