@@ -42,6 +42,7 @@ SURFACE = (
         "the rank's place in the parallel layout; set when the ranks start",
         (
             "rank",
+            "tp_rank",
             "world_size",
             "tp_size",
             "moe_ep_size",
@@ -219,10 +220,16 @@ SURFACE = (
         ("at", "exchange", "world_size_of", "descriptor"),
         ours=True,
     ),
+    Entry(
+        f"{TORCH}.distributed",
+        "Payload",
+        "what a workspace carries, and so its empty word",
+        ("SUM", "EXCHANGE"),
+        ours=True,
+    ),
     *(
         Entry(f"{TORCH}.distributed", name, meaning, ours=True)
         for name, meaning in (
-            ("Payload", "what a workspace carries, and so its empty word"),
             ("allgather", "shards of all ranks, one behind the other"),
             ("joined_ranks", "this rank and how many there are"),
             ("lamport_workspace", "makes a workspace, or finds the tag's"),
