@@ -61,7 +61,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Case
     """By name and `index_share_for_mtp_iteration`, made at the first use."""
     root = tmp_path_factory.mktemp("chains")
     random, agreeing = (
-        make_checkpoint(root / name, "glm52", seed=1, **SMALL_WITH_MTP)
+        # With this seed no key choice of the reference is within fp32 noise of the next best.
+        make_checkpoint(root / name, "glm52", seed=6, **SMALL_WITH_MTP)
         for name in ("random", "agreeing")
     )
     make_drafts_agree(agreeing)
