@@ -18,6 +18,7 @@ from tensorrt_llm._torch.custom_ops.paged_mqa_logits import (
     paged_mqa_logits_serves,
 )
 from tensorrt_llm._torch.custom_ops.sparse_mla import absence_bias
+from tensorrt_llm.logger import logger
 
 # Rows of the one buffer that holds what is known per token of the step.
 TOKEN_TABLES = (
@@ -140,9 +141,11 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
         )
 
     def _processors(self) -> int:
-        if self.device.type != "cuda" or not paged_mqa_logits_serves(
-            self.params.index_n_heads, self.params.index_head_dim, self.layout.key_dtype
-        ):
+        if self.device.type != "cuda":
+            return 0
+        shape = (self.params.index_n_heads, self.params.index_head_dim, self.layout.key_dtype)
+        if not paged_mqa_logits_serves(*shape):
+            logger.warning("no kernel scores index keys of %d heads, %d channels, %s: slow", *shape)
             return 0
         return paged_mqa_logits_processors(self.device)
 
