@@ -27,15 +27,11 @@ def load_model(
         model: GlmMoeDsaForCausalLM = model_class(config).eval()
     if load_format == "dummy":
         fill_dummy(model.weight_specs())
-    else:
-        _fill_from_checkpoint(model, directory, progress)
-    model.post_load_weights()
-    return model
-
-
-def _fill_from_checkpoint(model: GlmMoeDsaForCausalLM, directory: Path, progress: bool) -> None:
-    report = load_weights(
-        CheckpointReader(directory), model.weight_specs(), model.unused_weights(), progress=progress
-    )
+        model.post_load_weights(None)
+        return model
+    reader = CheckpointReader(directory)
+    report = load_weights(reader, model.weight_specs(), model.unused_weights(), progress=progress)
     if progress:
         logger.info("%s", report)
+    model.post_load_weights(reader)
+    return model

@@ -11,6 +11,7 @@ from tensorrt_llm._torch.attention.backends.sparse.dsa.backend import DSATrtllmA
 from tensorrt_llm._torch.attention.backends.sparse.dsa.indexer import Indexer
 from tensorrt_llm._torch.attention.backends.sparse.dsa.metadata import DSAtrtllmAttentionMetadata
 from tensorrt_llm._torch.distributed import AllReduce
+from tensorrt_llm._torch.models.checkpoints.reader import CheckpointReader
 from tensorrt_llm._torch.models.model_config import ARCHITECTURE, ModelConfig
 from tensorrt_llm._torch.models.modeling_utils import register_auto_model
 from tensorrt_llm._torch.modules.embedding import Embedding, LMHead
@@ -22,6 +23,8 @@ from tensorrt_llm._torch.modules.mla import MLA
 from tensorrt_llm._torch.modules.rms_norm import RMSNorm
 from tensorrt_llm._torch.modules.rotary_embedding import RotaryEmbedding
 from tensorrt_llm._torch.modules.weight_spec import WeightSpec
+from tensorrt_llm._torch.speculative.interface import SpecWorkerBase
+from tensorrt_llm._torch.speculative.mtp import MTPEagleWorker
 
 
 class Deepseekv3MoE(nn.Module):
@@ -258,8 +261,21 @@ class GlmMoeDsaForCausalLM(nn.Module):
         if self.draft_model is not None:
             yield from self.draft_model.weight_specs()
 
-    def post_load_weights(self) -> None:
-        """Called once when all parameters are filled; a target derives its operands here."""
+    def post_load_weights(self, reader: CheckpointReader | None) -> None:
+        """Called once when all parameters are filled; a target derives its operands here.
+
+        Args:
+            reader: the checkpoint, None where the parameters are random.
+        """
+
+    def create_spec_worker(self) -> SpecWorkerBase:
+        """What verifies and drafts after this model, made once after `post_load_weights`;
+        collective, see `SpecWorkerBase`."""
+        config = self.config
+        if self.draft_model is None:
+            return SpecWorkerBase(0, config.mapping)
+        share = config.pretrained_config.index_share_for_mtp_iteration
+        return MTPEagleWorker(config.max_draft_len, config.mapping, share)
 
     def unused_weights(self) -> dict[str, str]:
         """Checkpoint tensors that are not loaded: name pattern -> reason."""

@@ -24,8 +24,6 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import (
 from tensorrt_llm._torch.pyexecutor.model_engine import PyTorchModelEngine
 from tensorrt_llm._torch.pyexecutor.py_executor import Incoming, Outgoing, PyExecutor
 from tensorrt_llm._torch.pyexecutor.sampler import TorchSampler
-from tensorrt_llm._torch.speculative.interface import SpecWorkerBase
-from tensorrt_llm._torch.speculative.mtp import MTPEagleWorker
 from tensorrt_llm.logger import logger
 
 
@@ -52,7 +50,7 @@ def create_py_executor(
     max_seq_len, cache = _create_kv_cache(config, model_config)
     if first:
         logger.info("%s", cache.report())
-    engine = PyTorchModelEngine(model, cache, config, _create_worker(model_config))
+    engine = PyTorchModelEngine(model, cache, config, model.create_spec_worker())
     engine.warmup(progress=first)
     return PyExecutor(
         config,
@@ -82,14 +80,6 @@ def _model_config(config: ExecutorConfig) -> ModelConfig:
         max_draft_len=config.max_draft_len,
         quant_config=QuantConfig.from_directory(config.model),
     )
-
-
-def _create_worker(config: ModelConfig) -> SpecWorkerBase:
-    """What verifies and drafts after the target model."""
-    if not config.max_draft_len:
-        return SpecWorkerBase(0, config.mapping)
-    share = config.pretrained_config.index_share_for_mtp_iteration
-    return MTPEagleWorker(config.max_draft_len, config.mapping, share)
 
 
 def _create_kv_cache(

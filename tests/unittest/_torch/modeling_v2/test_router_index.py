@@ -88,7 +88,7 @@ class TwoHalves(GlmMoeDsaForCausalLM):
         yield from self.built_in.weight_specs("model")
         yield from self.lm_head.weight_specs("lm_head")
 
-    def post_load_weights(self) -> None:
+    def post_load_weights(self, reader: object) -> None:
         self.model.post_load_weights()
 
 
