@@ -12,16 +12,30 @@ from tensorrt_llm._torch.modeling_v2.catalog._op import advance_step_generation
 
 
 class ModelingV2Core(nn.Module):
-    """Owns the modules and weights, and gives each forward to the target of its phase."""
+    """Owns the modules and weights, and gives each forward to the target of its phase.
 
-    def __init__(self) -> None:
-        super().__init__()
+    Args:
+        args: of the class that it stands in front of, such as the built-in trunk.
+
+    Attributes:
+        path: what the last forward took, as its target says; None before the first.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._targets: dict[Phase, Target] = {}
         self._contract_pending = True
+        self.path: str | None = None
 
     @abstractmethod
     def build_targets(self) -> dict[Phase, Target]:
         """Both phases' targets, from loaded weights."""
+
+    @abstractmethod
+    def builtin_forward(
+        self, attn_metadata: Any, input_ids: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """The forward of the class that it stands in front of."""
 
     def post_load_weights(self) -> None:
         """Parameters are filled: build the targets. Until then there is nothing to run."""
@@ -37,7 +51,10 @@ class ModelingV2Core(nn.Module):
         advance_step_generation()
         if self._contract_pending:
             self._check_step_contract(attn_metadata)
-        return self._targets[phase_of(attn_metadata)].forward(attn_metadata, *args, **kwargs)
+        target = self._targets[phase_of(attn_metadata)]
+        hidden_states = target.forward(attn_metadata, *args, **kwargs)
+        self.path = target.path
+        return hidden_states
 
     def _check_step_contract(self, attn_metadata: Any) -> None:
         """Once, on the first step: an engine that drifted fails here, not in a layer's middle."""

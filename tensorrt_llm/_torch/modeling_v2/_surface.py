@@ -80,6 +80,7 @@ SURFACE = (
             "moe_intermediate_size",
             "intermediate_size",
             "vocab_size",
+            "index_share_for_mtp_iteration",
         ),
         ("pretrained_config",),
     ),
@@ -117,18 +118,78 @@ SURFACE = (
         "kinds of drafting",
         ("MTP", "MTP_EAGLE_ONE_MODEL", "NGRAM"),
     ),
+    *(
+        Entry(f"{TORCH}.speculative.{module}", name, meaning)
+        for module, name, meaning in (
+            ("interface", "SpecMetadata", "the step's facts for a worker"),
+            ("interface", "SpecWorkerBase", "what accepts and drafts after the model"),
+            ("mtp", "MTPEagleWorker", "the built-in draft loop, base of the target's worker"),
+        )
+    ),
+    Entry(
+        f"{TORCH}.speculative.interface", "SpecOutputs", "what a step with drafts gives", ours=True
+    ),
     Entry(
         f"{TORCH}.attention.backends.sparse.dsa.metadata",
         "DSAtrtllmAttentionMetadata",
         "the step's tables; the model engine sets them before each forward",
-        ("num_contexts",),
+        (
+            "num_contexts",
+            "num_seqs",
+            "num_tokens",
+            "block_table",
+            "kv_lens_cuda",
+            "kv_cache_manager",
+            "skip_indexer_for_gen_reqs",
+        ),
         ("md", "attn_metadata"),
+    ),
+    Entry(
+        f"{TORCH}.attention.backends.sparse.dsa.metadata",
+        "DSAtrtllmAttentionMetadata",
+        "positions, slots and pool views of the step; kv_limits_cuda says how far drafts may go",
+        (
+            "position_ids",
+            "kv_limits_cuda",
+            "index_block",
+            "index_offset",
+            "generation_index_table",
+            "key_rows",
+            "key_rows_per_block",
+        ),
+        ours=True,
+    ),
+    Entry(
+        f"{TORCH}.pyexecutor.kv_cache.kv_cache_manager_v2",
+        "KVCacheManagerV2",
+        "the pools; another one after the executor's memory profiling, so asked at each use",
+        ("tokens_per_block",),
+        ("kv_cache_manager", "manager"),
+    ),
+    Entry(
+        f"{TORCH}.pyexecutor.kv_cache.kv_cache_manager_v2",
+        "KVCacheManagerV2",
+        "the bytes of a pool, and a layer's place in its blocks",
+        ("pool", "layer_slot"),
+        ours=True,
+    ),
+    Entry(
+        f"{TORCH}.attention.backends.sparse.dsa.cache_manager",
+        "INDEX_KEY",
+        "role of the index keys' pool",
+        ours=True,
+    ),
+    Entry(
+        f"{TORCH}.attention.backends.sparse.dsa.indexer",
+        "dense_rows",
+        "the selection of rows that take all their keys",
+        ours=True,
     ),
     Entry(
         f"{TORCH}.attention.backends.sparse.dsa.cache_manager",
         "DSACacheLayout",
         "where index keys and their scales lie in a page, and their writer",
-        ("write_index_pool", "index_key_bytes"),
+        ("write_index_pool", "index_key_bytes", "key_dtype"),
         ("layout",),
         ours=True,
     ),
@@ -189,6 +250,12 @@ SURFACE = (
     ),
     Entry(
         f"{TORCH}.models.modeling_deepseekv3",
+        "DeepseekV3Model",
+        "the built-in trunk; its forward is the fallback",
+        ("forward",),
+    ),
+    Entry(
+        f"{TORCH}.models.modeling_deepseekv3",
         "DeepseekV3MTP",
         "the MTP layer: a decoder layer and what stands around it",
         ("block", "eh_proj", "enorm", "hnorm", "shared_head_norm"),
@@ -198,6 +265,14 @@ SURFACE = (
         "GlmMoeDsaForCausalLM",
         "the built-in model, loaded",
         ("config", "draft_model", "lm_head", "model"),
+    ),
+    *(
+        Entry(f"{TORCH}.{module}", name, meaning)
+        for module, name, meaning in (
+            ("models.modeling_utils", "register_auto_model", "gives a model class its name"),
+            ("modules.embedding", "LMHead", "this rank's vocabulary shard"),
+            ("modules.logits_processor", "LogitsProcessor", "which rows get logits"),
+        )
     ),
     Entry(
         f"{TORCH}.models.checkpoints.reader",
@@ -248,6 +323,7 @@ SURFACE = (
             ("custom_ops.paged_mqa_logits", "check_paged_mqa_logits", "what it refuses"),
             ("custom_ops.paged_mqa_logits", "paged_mqa_logits", "index scores of paged keys"),
             ("custom_ops.paged_mqa_logits", "paged_mqa_logits_schedule", "its processors' shares"),
+            ("custom_ops.paged_mqa_logits", "paged_mqa_logits_processors", "how many those are"),
             ("custom_ops.sparse_mla", "gather_rows", "reads rows of a pool"),
             ("modules.rotary_embedding", "apply_rotary", "rotates interleaved pairs in fp32"),
             ("speculative.forced_acceptance", "POOL_SIZE", "numbers that fractions draw from"),

@@ -5,7 +5,6 @@ from enum import Enum
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 
 class Phase(Enum):
@@ -19,6 +18,15 @@ class StepMetadata(Protocol):
     num_contexts: int
 
 
+class Core(Protocol):
+    """What a target asks of the trunk that it is a phase of."""
+
+    def builtin_forward(
+        self, attn_metadata: Any, input_ids: torch.Tensor, position_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """The built-in modules' forward, for steps that the target's own does not serve."""
+
+
 def phase_of(md: StepMetadata) -> Phase:
     """Read for every forward and never kept: the draft loop changes `num_contexts` in place."""
     return Phase.DECODE if md.num_contexts == 0 else Phase.PREFILL
@@ -29,9 +37,14 @@ class Target(ABC):
 
     It holds the core and asks it for operands at each use, so that nothing outlives what it was
     taken from.
+
+    Attributes:
+        path: what the last forward took, for whoever counts; None where there is nothing to tell.
     """
 
-    def __init__(self, core: nn.Module) -> None:
+    path: str | None = None
+
+    def __init__(self, core: Core) -> None:
         self.core = core
 
     @abstractmethod

@@ -2,7 +2,7 @@
 layers."""
 
 from collections.abc import Iterator
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
@@ -240,13 +240,19 @@ class MTPDraftModel(nn.Module):
 
 @register_auto_model(ARCHITECTURE)
 class GlmMoeDsaForCausalLM(nn.Module):
-    """The engine-facing model. `forward` gives logits; `weight_specs` is the loading plan."""
+    """The engine-facing model. `forward` gives logits; `weight_specs` is the loading plan.
+
+    Attributes:
+        model_class: of the trunk.
+    """
+
+    model_class: ClassVar[type[DeepseekV3Model]] = DeepseekV3Model
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         model = config.pretrained_config
         self.config = config
-        self.model = DeepseekV3Model(config)
+        self.model = self.model_class(config)
         self.lm_head = LMHead(
             model.vocab_size, model.hidden_size, config.mapping, config.dtype, config.device
         )

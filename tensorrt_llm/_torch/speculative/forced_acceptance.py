@@ -52,15 +52,20 @@ class ForcedAcceptance:
     def apply(self, counts: torch.Tensor, spec_metadata: "SpecMetadata", draft_len: int) -> None:
         """Set counts[contexts:] in place: min(drafts + 1, draft_len + 1).
 
-        Not in the eager warm-up of a graph, whose draws must not move the counter.
+        See `applies`.
         """
-        if not self.active or _is_graph_warmup(spec_metadata):
+        if not self.applies(spec_metadata):
             return
         generations = counts[spec_metadata.num_contexts :]
         forced = generations.new_full(generations.shape, self.whole + 1)
         if self.fraction:
             forced += self._draw(spec_metadata.slot_ids[spec_metadata.num_contexts :])
         generations.copy_(forced.clamp(max=draft_len + 1))
+
+    def applies(self, spec_metadata: "SpecMetadata") -> bool:
+        """Whether a step's counts are forced: not in the eager warm-up of a graph, whose draws must
+        not move the counter."""
+        return self.active and not _is_graph_warmup(spec_metadata)
 
     def _draw(self, slots: torch.Tensor) -> torch.Tensor:
         """1 with probability `fraction` per request, else 0; int64 [generations]."""

@@ -61,7 +61,8 @@ In a target an op is an instance with bound arguments: `bind_const` what all lay
 
 What is bound while a step runs (its metadata) must be bound again in every step; a target calls
 `advance_step_generation` at the beginning of each forward, and under `validating()` a value left
-over from an earlier step is an error.
+over from an earlier step is an error. A model that is built where another one of the process has
+run steps binds its weights under `lasting_binds()`.
 """
 
 import importlib
@@ -72,6 +73,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -141,15 +143,27 @@ class _Bound:
 
 
 class _Steps:
-    """Counts forwards, and says whether calls are being checked."""
+    """Counts forwards, and says whether calls are being checked and whether binds are to stay."""
 
     generation = 0
     validating = False
+    binds_stay = False
 
 
 def advance_step_generation() -> None:
     """Begin a step: what earlier steps have bound is stale from here on."""
     _Steps.generation += 1
+
+
+@contextmanager
+def lasting_binds() -> Iterator[None]:
+    """What is bound within it stays valid, also where models of this process have run steps
+    before."""
+    before, _Steps.binds_stay = _Steps.binds_stay, True
+    try:
+        yield
+    finally:
+        _Steps.binds_stay = before
 
 
 @contextmanager
@@ -217,6 +231,7 @@ class OpWrapper(ABC):
         return cls.schema.partition("(")[0].strip()
 
     @classmethod
+    @cache
     def arguments(cls) -> tuple[str, ...]:
         return tuple(argument.name for argument in _parsed(cls).arguments)
 
@@ -287,7 +302,8 @@ class OpWrapper(ABC):
             raise ValueError(
                 f"{self.name()} has no arguments {unknown}; it has {list(self.arguments())}"
             )
-        return {name: _Bound(value, _Steps.generation) for name, value in values.items()}
+        generation = 0 if _Steps.binds_stay else _Steps.generation
+        return {name: _Bound(value, generation) for name, value in values.items()}
 
     def _row(self, layer: int | None) -> dict[str, _Bound]:
         if layer is None:
@@ -416,6 +432,7 @@ def assert_within_ulp(
     assert rms <= allowed, f"rms of the errors is {float(rms):.3e}, allowed {float(allowed):.3e}"
 
 
+@cache
 def _parsed(record: type[OpWrapper]) -> Any:
     return torch._C.parse_schema(f"{NAMESPACE}::{record.schema}")
 

@@ -93,6 +93,12 @@ class DSAtrtllmAttentionMetadata(AttentionMetadata):
 
     kv_lens_hook_idempotent = True
 
+    req_idx_per_token: torch.Tensor
+    table_start: torch.Tensor
+    slot_mapping: torch.Tensor
+    index_block: torch.Tensor
+    index_offset: torch.Tensor
+
     def __init__(
         self,
         max_num_requests: int,

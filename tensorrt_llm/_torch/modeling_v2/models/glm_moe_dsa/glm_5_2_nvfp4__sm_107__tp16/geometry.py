@@ -1,6 +1,16 @@
 """Every number of one rank, once. Kernels depend on these shapes and not on the number of ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from tensorrt_llm._torch.models.model_config import PretrainedConfig
+
+# A rank's sizes that are an equal part of a model's.
+SPLIT = {
+    "heads": "num_attention_heads",
+    "intermediate_size": "intermediate_size",
+    "moe_intermediate_size": "moe_intermediate_size",
+    "vocab_size": "vocab_size",
+}
 
 
 @dataclass(frozen=True)
@@ -13,7 +23,7 @@ class Geometry:
         latent_width: cached numbers per token and layer: latent, then rotary key.
         intermediate_size, moe_intermediate_size, vocab_size: this rank's slice of the dense MLP, of
             every expert (the shared one alike), of the vocabulary.
-        tokens_per_block: of a cache page.
+        tokens_per_block: of a cache page, in the ops' cells; a step asks the cache manager.
         max_rows: verify rows of one request that the fast step serves.
     """
 
@@ -37,6 +47,33 @@ class Geometry:
     rms_norm_eps: float = 1e-5
     tokens_per_block: int = 64
     max_rows: int = 8
+
+    @classmethod
+    def of(cls, pretrained_config: PretrainedConfig, tp_size: int) -> "Geometry":
+        """Each of `tp_size` ranks' part of a model.
+
+        Raises:
+            ValueError: a size that the ranks do not divide.
+        """
+        taken = {f.name for f in fields(cls)} & set(vars(pretrained_config))
+        sizes = {name: getattr(pretrained_config, name) for name in taken - SPLIT.keys()}
+        for name, source in SPLIT.items():
+            whole = getattr(pretrained_config, source)
+            if whole % tp_size:
+                raise ValueError(f"{source} is {whole}, which tp_size {tp_size} does not divide")
+            sizes[name] = whole // tp_size
+        return cls(tp_size=tp_size, **sizes)
+
+    def check(self, pretrained_config: PretrainedConfig, tp_size: int) -> None:
+        """Raises ValueError with each size of a rank that is not this geometry's."""
+        found = self.of(pretrained_config, tp_size)
+        differing = [
+            f"{f.name} is {getattr(found, f.name)}, it needs {getattr(self, f.name)}"
+            for f in fields(self)
+            if getattr(found, f.name) != getattr(self, f.name)
+        ]
+        if differing:
+            raise ValueError(f"not the shape that the step is written for: {'; '.join(differing)}")
 
     @property
     def latent_width(self) -> int:

@@ -88,28 +88,17 @@ class DenseOperands:
 
 
 @dataclass(frozen=True)
-class MoeOperands:
-    """Of one MoE layer as the built-in module holds it, which is in numbers, whatever the
-    checkpoint stores (`Nvfp4Experts` are read from there).
+class PlainExperts:
+    """Routed experts as the built-in module holds them, in numbers.
 
     Attributes:
-        router_weight: activation dtype [experts, hidden]; the module's is fp32, so for bf16 it is
-            stored anew, and equal to it for a checkpoint that stores bf16.
-        routing_bias: fp32 [experts].
         up_gate: [experts, 2 * local, hidden], of each expert its up rows, then its gate rows;
             stored anew.
         down: [experts, hidden, local].
-        top_k, routed_scaling_factor: of the routing.
-        shared: the shared expert.
     """
 
-    router_weight: Tensor
-    routing_bias: Tensor
     up_gate: Tensor
     down: Tensor
-    top_k: int
-    routed_scaling_factor: float
-    shared: DenseOperands
 
 
 @dataclass(frozen=True)
@@ -132,6 +121,27 @@ class Nvfp4Experts:
     output1_scale: Tensor
     output1_gate_scale: Tensor
     output2_scale: Tensor
+
+
+@dataclass(frozen=True)
+class MoeOperands:
+    """Of one MoE layer.
+
+    Attributes:
+        router_weight: activation dtype [experts, hidden]; the module's is fp32, so for bf16 it is
+            stored anew, and equal to it for a checkpoint that stores bf16.
+        routing_bias: fp32 [experts].
+        experts: as the checkpoint stores them, if that is NVFP4.
+        top_k, routed_scaling_factor: of the routing.
+        shared: the shared expert.
+    """
+
+    router_weight: Tensor
+    routing_bias: Tensor
+    experts: PlainExperts | Nvfp4Experts
+    top_k: int
+    routed_scaling_factor: float
+    shared: DenseOperands
 
 
 @dataclass(frozen=True)
@@ -194,8 +204,14 @@ class ModelOperands:
 
 
 @torch.no_grad()
-def derive_operands(model: GlmMoeDsaForCausalLM) -> ModelOperands:
+def derive_operands(
+    model: GlmMoeDsaForCausalLM, reader: CheckpointReader | None = None
+) -> ModelOperands:
     """All operands of a loaded model, for this rank.
+
+    Args:
+        reader: the checkpoint, for experts that it stores in NVFP4; None takes all experts as the
+            modules hold them.
 
     Raises:
         ValueError: a model that the ops do not compute, as the derivation of the part says.
@@ -203,7 +219,10 @@ def derive_operands(model: GlmMoeDsaForCausalLM) -> ModelOperands:
     core, draft = model.model, model.draft_model
     return ModelOperands(
         embed_table=core.embed_tokens.weight.detach(),
-        layers=tuple(layer_operands(cast(DeepseekV3DecoderLayer, layer)) for layer in core.layers),
+        layers=tuple(
+            layer_operands(cast(DeepseekV3DecoderLayer, layer), reader, f"model.layers.{i}")
+            for i, layer in enumerate(core.layers)
+        ),
         final_norm_weight=core.norm.weight.detach(),
         eps=core.norm.eps,
         lm_head=model.lm_head.weight.detach(),
@@ -213,14 +232,24 @@ def derive_operands(model: GlmMoeDsaForCausalLM) -> ModelOperands:
 
 
 @torch.no_grad()
-def layer_operands(layer: DeepseekV3DecoderLayer) -> LayerOperands:
+def layer_operands(
+    layer: DeepseekV3DecoderLayer, reader: CheckpointReader | None = None, name: str = ""
+) -> LayerOperands:
+    """
+    Args:
+        reader, name: the checkpoint and the layer's name in it, see `moe_operands`.
+    """
     mlp = layer.mlp
     return LayerOperands(
         input_norm_weight=layer.input_layernorm.weight.detach(),
         post_attention_norm_weight=layer.post_attention_layernorm.weight.detach(),
         eps=layer.input_layernorm.eps,
         attention=attention_operands(layer.self_attn),
-        mlp=dense_operands(mlp) if isinstance(mlp, GatedMLP) else moe_operands(mlp),
+        mlp=(
+            dense_operands(mlp)
+            if isinstance(mlp, GatedMLP)
+            else moe_operands(mlp, reader, f"{name}.mlp.experts")
+        ),
     )
 
 
@@ -264,8 +293,12 @@ def dense_operands(mlp: GatedMLP) -> DenseOperands:
 
 
 @torch.no_grad()
-def moe_operands(moe: Deepseekv3MoE) -> MoeOperands:
-    """Of the routed experts as the built-in module holds them, and the shared expert.
+def moe_operands(
+    moe: Deepseekv3MoE, reader: CheckpointReader | None = None, name: str = ""
+) -> MoeOperands:
+    """
+    Args:
+        reader: the checkpoint; where it stores the experts `name` in NVFP4, they are taken so.
 
     Raises:
         ValueError: routing weights that are not normalised, which the ops always do.
@@ -276,12 +309,19 @@ def moe_operands(moe: Deepseekv3MoE) -> MoeOperands:
     return MoeOperands(
         router_weight=gate.weight.detach().to(experts.down.dtype),
         routing_bias=gate.e_score_correction_bias.detach(),
-        up_gate=up_then_gate(experts),
-        down=experts.down.detach(),
+        experts=_experts(experts, reader, name),
         top_k=gate.top_k,
         routed_scaling_factor=gate.scale,
         shared=dense_operands(moe.shared_experts),
     )
+
+
+def _experts(
+    experts: FusedMoE, reader: CheckpointReader | None, name: str
+) -> PlainExperts | Nvfp4Experts:
+    if reader is not None and f"{name}.0.up_proj.weight_scale_2" in reader.tensors:
+        return read_nvfp4_experts(reader, name, experts, experts.down.device)
+    return PlainExperts(up_then_gate(experts), experts.down.detach())
 
 
 @torch.no_grad()

@@ -127,7 +127,7 @@ def test_what_the_modules_hold_already_is_a_view_of_it(
             assert share(own.mlp.gate_up, layer.mlp.gate_up_proj)
             assert share(own.mlp.down, layer.mlp.down_proj)
         else:
-            assert share(own.mlp.down, layer.mlp.experts.down)
+            assert share(own.mlp.experts.down, layer.mlp.experts.down)
             assert share(own.mlp.shared.gate_up, layer.mlp.shared_experts.gate_up_proj)
 
 
@@ -140,7 +140,7 @@ def test_only_derived_operands_take_memory(
         if own.attention.indexer is not None:
             expected += own.attention.indexer.wq_b.nbytes
         if isinstance(own.mlp, weights.MoeOperands):
-            expected += own.mlp.up_gate.nbytes
+            expected += own.mlp.experts.up_gate.nbytes
             if model.config.dtype != torch.float32:
                 expected += own.mlp.router_weight.nbytes
     assert weights.derived_bytes(operands, model) == expected
@@ -279,12 +279,12 @@ def test_the_routed_experts_op_gives_the_modules_result(
         routing_bias=own.routing_bias,
         router_hidden_states=x,
         router_weight=own.router_weight,
-        router_workspace=fused_router_workspace(CPU, 8, len(own.down)),
+        router_workspace=fused_router_workspace(CPU, 8, len(own.experts.down)),
         hidden_states=x,
         hidden_states_scale=None,
-        gemm1_weights=own.up_gate,
+        gemm1_weights=own.experts.up_gate,
         gemm1_weights_scale=None,
-        gemm2_weights=own.down,
+        gemm2_weights=own.experts.down,
         gemm2_weights_scale=None,
         output1_scale_scalar=None,
         output1_scale_gate_scalar=None,
@@ -312,8 +312,8 @@ def test_the_low_m_experts_op_gives_the_modules_result(
         x,
         x @ own.router_weight.T,
         own.routing_bias,
-        own.up_gate,
-        own.down,
+        own.experts.up_gate,
+        own.experts.down,
         own.top_k,
         own.routed_scaling_factor,
     )
@@ -360,8 +360,8 @@ def test_up_rows_come_before_gate_rows(
 ) -> None:
     own, experts = operands.layers[MOE].mlp, layer_of(model, MOE).mlp.experts
     assert isinstance(own, weights.MoeOperands)
-    assert torch.equal(own.up_gate[:, 32:], experts.gate_up[:, :32])
-    assert torch.equal(own.up_gate[:, :32], experts.gate_up[:, 32:])
+    assert torch.equal(own.experts.up_gate[:, 32:], experts.gate_up[:, :32])
+    assert torch.equal(own.experts.up_gate[:, :32], experts.gate_up[:, 32:])
 
 
 def test_operands_carry_no_gradients_of_parameters_that_do(tmp_path: Path) -> None:
