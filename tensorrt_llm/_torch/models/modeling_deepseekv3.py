@@ -240,7 +240,14 @@ class MTPDraftModel(nn.Module):
 
 @register_auto_model(ARCHITECTURE)
 class GlmMoeDsaForCausalLM(nn.Module):
-    """The engine-facing model. `forward` gives logits; `weight_specs` is the loading plan."""
+    """The engine-facing model. `forward` gives logits; `weight_specs` is the loading plan.
+
+    Attributes:
+        decode_path: "fast" or "builtin", which way the last run of `model` took; None where there
+            is but one. A target with a fast step sets it.
+    """
+
+    decode_path: str | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
