@@ -1,6 +1,7 @@
 """What the server counts and times, as Prometheus reads it from GET /metrics."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from time import perf_counter
 
 from prometheus_client import (
@@ -114,6 +115,7 @@ class _EngineCollector(Collector):
         yield from self._pools(stats)
         yield CounterMetricFamily("trtllm_engine_steps", "Steps of the engine", value=stats.iter)
         yield from self._drafts(stats)
+        yield from self._paths(stats)
         yield from self._launch(stats)
         yield CounterMetricFamily(
             "trtllm_nan_failures", "Sequences failed by NaN logits", value=stats.nan_failures
@@ -140,6 +142,20 @@ class _EngineCollector(Collector):
             "Tokens per verified step",
             speculation.acceptance_length or 0.0,
         )
+
+    def _paths(self, stats: EngineStats) -> Iterable[Metric]:
+        """Only of a model with a fast path."""
+        if not stats.generation_steps:
+            return
+        steps = CounterMetricFamily(
+            "trtllm_generation_steps",
+            "Steps without prompts, by the path that a part of the model took",
+            labels=["part", "path"],
+        )
+        for part, counts in stats.generation_steps.items():
+            for path, count in asdict(counts).items():
+                steps.add_metric([part, path], count)
+        yield steps
 
     def _launch(self, stats: EngineStats) -> Iterable[Metric]:
         """Only with `enable_iter_perf_stats`."""

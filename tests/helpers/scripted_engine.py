@@ -218,6 +218,7 @@ class Landed:
 
     results: list[SequenceResult]
     launch_counts: None = None
+    paths: None = None
 
     def wait(self) -> list[SequenceResult]:
         return self.results

@@ -114,7 +114,14 @@ class DeepseekV3DecoderLayer(nn.Module):
 
 
 class DeepseekV3Model(nn.Module):
-    """Embedding, decoder layers and final norm."""
+    """Embedding, decoder layers and final norm.
+
+    Attributes:
+        path: "fast" or "builtin", which way the last forward took; None where there is but one. A
+            target with a fast step sets it.
+    """
+
+    path: str | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -266,6 +273,11 @@ class GlmMoeDsaForCausalLM(nn.Module):
         yield from self.lm_head.weight_specs("lm_head")
         if self.draft_model is not None:
             yield from self.draft_model.weight_specs()
+
+    @property
+    def decode_path(self) -> str | None:
+        """What the last run of `model` took, see `DeepseekV3Model.path`."""
+        return self.model.path
 
     def post_load_weights(self, reader: CheckpointReader | None) -> None:
         """Called once when all parameters are filled; a target derives its operands here.

@@ -3,19 +3,27 @@ indexer. A graph holds the whole step: target, acceptance and draft loop."""
 
 import bisect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from tensorrt_llm._torch.modules.fused_moe.fused_moe import MAX_GRAPH_TOKENS
-from tensorrt_llm._torch.pyexecutor.step import StepInputs
+from tensorrt_llm._torch.pyexecutor.step import StepInputs, StepPaths
 
 if TYPE_CHECKING:
     from tensorrt_llm._torch.pyexecutor.llm_request import LlmRequest
     from tensorrt_llm._torch.pyexecutor.model_engine import PyTorchModelEngine
 
 WARMUP_RUNS = 2  # lets libraries choose and allocate before a capture forbids it
+
+
+class CapturedStep(NamedTuple):
+    """A graph, its results, and the paths that python took at the capture and not again."""
+
+    graph: torch.cuda.CUDAGraph
+    packed: torch.Tensor
+    paths: StepPaths
 
 
 class CUDAGraphRunner:
@@ -43,7 +51,7 @@ class CUDAGraphRunner:
                 f"cuda graph batch size {self.batch_sizes[-1]} is above {largest}, "
                 "the most that fits"
             )
-        self.graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self.graphs: dict[tuple[int, bool], CapturedStep] = {}
         self.pool: Any = None  # memory that all graphs share, known after the first capture
 
     def fits(self, batch_size: int) -> bool:
@@ -59,15 +67,16 @@ class CUDAGraphRunner:
             for short in (True, False):
                 self.graphs[batch_size, short] = self._capture(batch_size, short)
 
-    def replay(self, requests: Sequence["LlmRequest"]) -> torch.Tensor:
-        """One step of these requests -> its packed results, valid until the next replay."""
+    def replay(self, requests: Sequence["LlmRequest"]) -> tuple[torch.Tensor, StepPaths]:
+        """One step of these requests -> its packed results, valid until the next replay, and its
+        paths."""
         batch_size = self.batch_sizes[bisect.bisect_left(self.batch_sizes, len(requests))]
         self._stage(requests, batch_size)
         metadata = self.engine.attn_metadata
         self.engine.prepare(static_width=True)
-        graph, packed = self.graphs[batch_size, metadata.skip_indexer_for_gen_reqs]
-        graph.replay()
-        return packed[: len(requests)]
+        step = self.graphs[batch_size, metadata.skip_indexer_for_gen_reqs]
+        step.graph.replay()
+        return step.packed[: len(requests)], step.paths
 
     def _stage(self, requests: Sequence["LlmRequest"], batch_size: int) -> None:
         self.engine.begin_sequences(num_contexts=0)
@@ -79,7 +88,7 @@ class CUDAGraphRunner:
             self.engine.add_padding()
         self.engine.finish_sequences()
 
-    def _capture(self, batch_size: int, short: bool) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    def _capture(self, batch_size: int, short: bool) -> CapturedStep:
         self._stage([], batch_size)
         self.engine.prepare(static_width=True, skip_indexer=short)
         nothing = torch.empty(0, dtype=torch.int64, device=self.engine.device)
@@ -99,6 +108,6 @@ class CUDAGraphRunner:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool), torch.inference_mode():
-            packed = self.engine.run(inputs)
+            packed, paths = self.engine.run(inputs)
         self.pool = self.pool or graph.pool()
-        return graph, packed
+        return CapturedStep(graph, packed, paths)

@@ -5,7 +5,7 @@ that one, has a `finish_reason`.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -168,11 +168,31 @@ class EngineReady:
 
 
 @dataclass(frozen=True)
+class PathCounts:
+    """Launched steps by the path that one part of them took."""
+
+    fast: int = 0
+    builtin: int = 0
+
+    def taken(self, path: str) -> "PathCounts":
+        """After one more step.
+
+        Raises:
+            ValueError: no such path.
+        """
+        if path not in ("fast", "builtin"):
+            raise ValueError(f"a step's path is {path!r}; it must be 'fast' or 'builtin'")
+        return replace(self, **{path: getattr(self, path) + 1})
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """State of the engine after a step; counters are totals since start.
 
     Args:
         speculation: of all requests; None without drafting.
+        generation_steps: launched steps without contexts, by part ("target", "draft"); only of
+            parts that tell their path, see `StepPaths`.
         host_to_device_copies, device_ops: of the last step, see `LaunchCounts`; None unless
             `enable_iter_perf_stats` is on.
     """
@@ -191,6 +211,7 @@ class EngineStats:
     speculation: SpeculationStats | None = None
     host_to_device_copies: int | None = None
     device_ops: int | None = None
+    generation_steps: dict[str, PathCounts] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

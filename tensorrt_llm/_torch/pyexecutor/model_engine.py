@@ -13,7 +13,12 @@ from tensorrt_llm._torch.attention.backends.sparse.dsa.metadata import DSAtrtllm
 from tensorrt_llm._torch.models.modeling_deepseekv3 import GlmMoeDsaForCausalLM
 from tensorrt_llm._torch.pyexecutor.cuda_graph_runner import CUDAGraphRunner
 from tensorrt_llm._torch.pyexecutor.launch_counter import DeviceOps, LaunchCounts
-from tensorrt_llm._torch.pyexecutor.step import StepHandle, StepInputs, TokenStore
+from tensorrt_llm._torch.pyexecutor.step import (
+    StepHandle,
+    StepInputs,
+    StepPaths,
+    TokenStore,
+)
 from tensorrt_llm._torch.speculative.interface import SpecMetadata, SpecOutputs, SpecWorkerBase
 
 if TYPE_CHECKING:
@@ -88,10 +93,11 @@ class PyTorchModelEngine:
         generations = batch.generation_requests
         greedy_decode = choose is None and not batch.context_requests
         if greedy_decode and self.graphs.fits(len(generations)):
-            packed = self.graphs.replay(generations)
+            packed, paths = self.graphs.replay(generations)
         else:
-            packed = self.run(self._stage(batch), choose)
-        return StepHandle(packed, self.rows_per_generation)
+            packed, paths = self.run(self._stage(batch), choose)
+        counted = None if batch.context_requests else paths
+        return StepHandle(packed, self.rows_per_generation, counted)
 
     # --- staging: host to device ------------------------------------------------------------------
 
@@ -176,11 +182,13 @@ class PyTorchModelEngine:
 
     # --- the step on the device -------------------------------------------------------------------
 
-    def run(self, inputs: StepInputs, choose: "HostChoice | None" = None) -> torch.Tensor:
+    def run(
+        self, inputs: StepInputs, choose: "HostChoice | None" = None
+    ) -> tuple[torch.Tensor, StepPaths]:
         """The whole step on staged inputs; without `choose` a graph can capture it.
 
         Returns:
-            float64 [seqs, 2 + 3 * K + 1], see `StepHandle`.
+            float64 [seqs, 2 + 3 * K + 1], see `StepHandle`, and which paths it took.
         """
         metadata, store = self.attn_metadata, self.store
         slots = store.slots[: inputs.num_seqs]
@@ -217,7 +225,8 @@ class PyTorchModelEngine:
             self.model.draft_model,
         )
         store.update(slots, outputs, inputs.num_contexts)
-        return _pack(outputs, best, inputs.num_contexts)
+        paths = StepPaths(self.model.decode_path, self.worker.draft_path)
+        return _pack(outputs, best, inputs.num_contexts), paths
 
     def _preprocess_inputs(self, inputs: StepInputs) -> None:
         """Correct the cache lengths by what the step in flight really accepted, then derive from

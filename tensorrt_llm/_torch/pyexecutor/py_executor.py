@@ -13,6 +13,7 @@ import torch
 
 from tensorrt_llm._torch.distributed import broadcast_object
 from tensorrt_llm._torch.pyexecutor.config import ExecutorConfig
+from tensorrt_llm._torch.pyexecutor.counters import Counters
 from tensorrt_llm._torch.pyexecutor.host_choice import HostChoice
 from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import KVCacheManagerV2, Role
 from tensorrt_llm._torch.pyexecutor.launch_counter import LaunchCounts
@@ -36,7 +37,7 @@ from tensorrt_llm._torch.pyexecutor.messages import (
 from tensorrt_llm._torch.pyexecutor.sampler import SampledToken, TorchSampler, logits_error
 from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests, Scheduler
 from tensorrt_llm._torch.pyexecutor.speculation_log import SpeculationLog
-from tensorrt_llm._torch.pyexecutor.step import SequenceResult
+from tensorrt_llm._torch.pyexecutor.step import SequenceResult, StepPaths
 from tensorrt_llm._torch.pyexecutor.stop_criteria import Finish
 from tensorrt_llm.logger import logger
 from tensorrt_llm.tokenizer import load_tokenizer
@@ -51,6 +52,7 @@ class StepHandle(Protocol):
     """A launched step."""
 
     launch_counts: LaunchCounts | None
+    paths: StepPaths | None  # of a step without contexts
 
     def wait(self) -> list[SequenceResult]:
         """Results of the batch's sequences, contexts first."""
@@ -157,7 +159,7 @@ class PyExecutor:
         self._idle = True
         num_drafts = model_engine.rows_per_generation - 1
         self._unverified = SpeculationStats(0, (0,) * num_drafts) if num_drafts else None
-        self._counters = _Counters(speculation=self._unverified)
+        self._counters = Counters(speculation=self._unverified)
         self._speculation_log = SpeculationLog()
 
     def ready_message(self) -> EngineReady:
@@ -327,6 +329,7 @@ class PyExecutor:
             )
         ending = [request.is_last_chunk for request in batch.context_requests]
         handle = self.model_engine.launch(batch, choice)
+        self._counters.count_paths(handle.paths)
         for request in batch.context_requests:
             self._advance_context(request)
         for request in batch.generation_requests:
@@ -466,6 +469,7 @@ class PyExecutor:
             nan_failures=counters.nan_failures,
             iter_latency_ms=counters.latency_ms,
             speculation=counters.speculation,
+            generation_steps=dict(counters.generation_steps),
             **(counters.launch._asdict() if counters.launch else {}),
         )
 
@@ -481,17 +485,3 @@ def _greedy(request: LlmRequest, result: SequenceResult) -> list[SampledToken]:
         SampledToken(token, error=logits_error(largest, request))
         for token, largest in zip(result.token_ids, result.largest_logits, strict=True)
     ]
-
-
-@dataclass
-class _Counters:
-    """Totals since start, and of the last step its duration and what its launch took."""
-
-    iterations: int = 0
-    generated_tokens: int = 0
-    prompt_tokens: int = 0
-    nan_failures: int = 0
-    latency_ms: float = 0.0
-    launch: LaunchCounts | None = None
-    reported_at: float = 0.0  # perf_counter seconds
-    speculation: SpeculationStats | None = None

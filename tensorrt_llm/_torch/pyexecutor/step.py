@@ -63,6 +63,18 @@ class TokenStore:
             self.kv_correction[slots] = correction
 
 
+class StepPaths(NamedTuple):
+    """What a model with a fast and a built-in path took in a step: "fast" or "builtin".
+
+    Attributes:
+        target: the model's `decode_path`; None where it tells none.
+        draft: the worker's `draft_path`, likewise.
+    """
+
+    target: str | None
+    draft: str | None
+
+
 class SequenceResult(NamedTuple):
     """One sequence's share of a step.
 
@@ -84,13 +96,15 @@ class StepHandle:
         packed: float64 [seqs, columns]: number of tokens that count, 1 + K tokens, K drafts, and 1
             + K largest logits.
         rows: 1 + K.
+        paths: of a step without contexts, else None.
 
     Attributes:
         launch_counts: what its launch took; None unless it was counted.
     """
 
-    def __init__(self, packed: torch.Tensor, rows: int) -> None:
+    def __init__(self, packed: torch.Tensor, rows: int, paths: StepPaths | None) -> None:
         self.launch_counts: LaunchCounts | None = None
+        self.paths = paths
         self._rows = rows
         self._event: torch.cuda.Event | None = None
         self._host = packed

@@ -84,7 +84,11 @@ class SpecWorkerBase:
 
     Attributes:
         tail_trim: the gate of `mtp_tail_trim`.
+        draft_path: "fast" or "builtin", which way the last `forward` drafted; None where there is
+            but one. A target's worker sets it.
     """
+
+    draft_path: str | None = None
 
     def __init__(self, max_draft_len: int, mapping: Mapping) -> None:
         self.max_draft_len = max_draft_len

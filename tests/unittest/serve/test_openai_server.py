@@ -1,5 +1,6 @@
 """Endpoints over real HTTP with the `openai` package; the model is scripted."""
 
+import itertools
 import json
 
 import httpx
@@ -8,7 +9,7 @@ import pytest
 from helpers.fake_llm import MAX_SEQ_LEN, MODEL, FakeLLM, engine_stats
 from helpers.server_process import series, wait_for
 
-from tensorrt_llm._torch.pyexecutor.messages import SpeculationStats
+from tensorrt_llm._torch.pyexecutor.messages import PathCounts, SpeculationStats
 from tensorrt_llm.version import __version__
 
 CANCELLED = 'trtllm_requests_finished_total{reason="cancelled"}'
@@ -365,6 +366,18 @@ def test_metrics_of_drafts(http: httpx.Client, llm: FakeLLM) -> None:
     assert series(http, "trtllm_verify_steps_total") == 10
     assert series(http, 'trtllm_accepted_drafts_total{position="1"}') == 6
     assert series(http, "trtllm_acceptance_length") == 2.5
+
+
+def test_metrics_of_paths(http: httpx.Client, llm: FakeLLM) -> None:
+    llm.latest_stats = engine_stats()
+    assert "trtllm_generation_steps" not in http.get("/metrics").text  # nobody tells a path
+    steps = {"target": PathCounts(fast=5, builtin=2), "draft": PathCounts(builtin=7)}
+    llm.latest_stats = engine_stats(generation_steps=steps)
+    text = http.get("/metrics").text
+    counts = {("target", "fast"): 5, ("target", "builtin"): 2, ("draft", "builtin"): 7}
+    for part, path in itertools.product(("target", "draft"), ("fast", "builtin")):
+        name = f'trtllm_generation_steps_total{{part="{part}",path="{path}"}}'
+        assert f"{name} {counts.get((part, path), 0)}.0\n" in text
 
 
 def test_metrics_of_requests(http: httpx.Client) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import openai
 from helpers.fake_llm import MODEL, FakeLLM, engine_stats
 
-from tensorrt_llm._torch.pyexecutor.messages import SpeculationStats
+from tensorrt_llm._torch.pyexecutor.messages import PathCounts, SpeculationStats
 from tensorrt_llm.serve.metrics import ServerMetrics
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -23,7 +23,10 @@ def test_the_metrics_table_has_every_series() -> None:
     text = (DOCS / "server.md").read_text()
     documented = set(re.findall(r"`(trtllm_\w+)", text))
     everything = engine_stats(
-        speculation=SpeculationStats(1, (1,)), host_to_device_copies=1, device_ops=0
+        speculation=SpeculationStats(1, (1,)),
+        generation_steps={"target": PathCounts(1)},
+        host_to_device_copies=1,
+        device_ops=0,
     )
     exposed = ServerMetrics(lambda: everything).render().decode()
     assert documented == set(re.findall(r"^# TYPE (\w+)", exposed, re.MULTILINE))

@@ -115,11 +115,6 @@ class GlmTarget(GlmMoeDsaForCausalLM):
         assert isinstance(self.model, GlmCore)
         return self.model
 
-    @property
-    def decode_path(self) -> str | None:
-        """What the last step took, "fast" or "builtin"."""
-        return self.core.path
-
     def post_load_weights(self, reader: CheckpointReader | None) -> None:
         """Derive the step's operands, once, and make its workspaces; collective."""
         operands = derive_operands(self, reader)
