@@ -261,8 +261,8 @@ class LamportWorkspace:
         sized_call = self._sized(call, rows, columns, shard.dtype)
         if self._published:
             raise RuntimeError(
-                f"workspace {self.tag!r} holds published rows that nothing has collected yet: "
-                f"{self._published}"
+                f"workspace {self.tag!r} is to publish {sized_call}, but holds published rows that "
+                f"nothing has collected yet: {self._published}"
             )
         self._calls += 1
         self._published = sized_call

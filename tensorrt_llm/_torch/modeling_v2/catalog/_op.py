@@ -48,6 +48,8 @@ What each member promises:
 - `compare`: raises AssertionError unless `out` is as good as `ref`; both are what `run` returns.
   Bitwise unless overridden; an override derives its band in its docstring (`assert_within_ulp`).
 - `baseline`: a call without arguments to the library function to be beaten, or None.
+- `produced`: overridden only where a call's effect lies outside of its arguments and results, as
+  rows in a workspace; it takes the effect up, so that `run` gives it and may follow itself.
 
 `raw_call`, `reference`, `fake` and `is_valid` have the schema's parameters, by the same names.
 `helpers.op_cells` checks all of this for one record, on the CPU and, with a kernel, on a GPU.

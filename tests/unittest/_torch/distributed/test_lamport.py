@@ -341,8 +341,9 @@ def test_published_rows_wait_for_the_call_that_fits_them(leave) -> None:
     ):
         workspace.collect("hop", 1, 2, torch.float32)
     workspace.publish("hop", torch.ones(2, 2))
-    with pytest.raises(RuntimeError, match="nothing has collected yet: hop of 2 rows of 8"):
-        workspace.publish("hop", torch.ones(2, 2))
+    both = "publish op of 1 rows of 8 bytes, but .* nothing has collected yet: hop of 2 rows of 8"
+    with pytest.raises(RuntimeError, match=both):
+        workspace.publish("op", torch.ones(1, 2))
     with pytest.raises(RuntimeError, match="1 rows of 8 bytes; published is hop of 2 rows of 8"):
         workspace.collect("hop", 1, 2, torch.float32)
     assert torch.equal(workspace.collect("hop", 2, 2, torch.float32), torch.ones(2, 1, 2))

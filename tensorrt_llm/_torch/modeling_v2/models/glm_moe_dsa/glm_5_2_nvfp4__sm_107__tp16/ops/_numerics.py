@@ -13,6 +13,9 @@ from tensorrt_llm._torch.modeling_v2.catalog._op import assert_within_ulp
 from tensorrt_llm._torch.modeling_v2.catalog.rms_norm import (
     rms_norm_rounded_once as rms_norm_rounded_once,
 )
+from tensorrt_llm._torch.modeling_v2.catalog.silu_and_mul import (
+    swiglu_rounded_once as swiglu_rounded_once,
+)
 
 
 def project(
@@ -37,11 +40,6 @@ def rows_or_zeros(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """
     outside = (ids < 0) | (ids >= table.shape[0])
     return F.embedding(ids.masked_fill(outside, 0), table).masked_fill(outside.unsqueeze(-1), 0)
-
-
-def swiglu_rounded_once(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up in fp32, then rounded to their dtype."""
-    return (F.silu(gate.float()) * up.float()).to(gate.dtype)
 
 
 def noaux_tc(

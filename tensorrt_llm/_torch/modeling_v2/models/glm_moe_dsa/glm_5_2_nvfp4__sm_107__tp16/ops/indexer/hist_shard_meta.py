@@ -78,7 +78,9 @@ class HistShardMeta(OpWrapper):
         first = torch.minimum(rank * per_rank, pages)
         last = torch.minimum(first + per_rank, pages)
         shard_start.copy_(first * block_size)
-        shard_len.copy_(torch.minimum(kv_len.long(), last * block_size) - first * block_size)
+        # A rank without pages starts behind the last one, which may not be full.
+        held = torch.minimum(kv_len.long(), last * block_size) - first * block_size
+        shard_len.copy_(held.clamp(min=0))
         page = first + torch.arange(shard_table.shape[1], device=kv_len.device)
         blocks = block_table[page.clamp(max=block_table.shape[0] - 1)]
         shard_table.copy_(torch.where(page < last, blocks, -1).unsqueeze(0))

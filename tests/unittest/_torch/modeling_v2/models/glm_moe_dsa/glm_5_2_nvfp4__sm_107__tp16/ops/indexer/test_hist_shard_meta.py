@@ -46,6 +46,7 @@ def test_every_key_belongs_to_one_rank(
     keys, longest = [], 0
     for rank in range(world):
         length, start, own = shard(kv_len, table, size, rank, world)
+        assert length >= 0
         held = -(-length // size)
         assert own[held:] == [-1] * (len(own) - held)
         keys += [(start + i, own[i // size], i % size) for i in range(length)]
@@ -53,6 +54,11 @@ def test_every_key_belongs_to_one_rank(
     assert keys == [(p, table[p // size], p % size) for p in range(kv_len)]
     in_use = -(-kv_len // size)
     assert longest == -(-in_use // world)  # no rank holds more than its share
+
+
+def test_a_rank_behind_a_last_page_that_is_not_full_has_no_keys() -> None:
+    assert shard(5, [7, 8], 4, 1, 4) == (1, 4, [8, -1])
+    assert shard(5, [7, 8], 4, 2, 4) == (0, 8, [-1, -1])
 
 
 def test_guards_refuse_by_name() -> None:
