@@ -217,7 +217,7 @@ SURFACE = (
         f"{TORCH}.distributed",
         "LamportWorkspace",
         "three buffers that ranks exchange rows through; made by `lamport_workspace`",
-        ("at", "exchange", "world_size_of", "descriptor"),
+        ("at", "exchange", "rank", "world_size_of", "descriptor"),
         ours=True,
     ),
     Entry(
