@@ -134,3 +134,42 @@ class DraftModel:
         off = (gamma(3 * HIDDEN) + 2.01 * unit) * size
         off = off + unit * (np.abs(exact) + off)
         return exact - off, exact + off
+
+    def layer(self, normed: torch.Tensor, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Stands in for attention, experts and norms: the next hidden states, which depend on all
+        of its arguments and hardly magnify an error in them."""
+        return torch.sin(normed + x / HIDDEN + positions.unsqueeze(1))
+
+    def plain_loop(
+        self, hidden: torch.Tensor, positions: torch.Tensor, limits: torch.Tensor
+    ) -> tuple[list[list[int]], Float64, Float64]:
+        """DRAFTS steps over the whole vocabulary and the whole eh_proj, in fp64.
+
+        Args:
+            hidden: [rows, HIDDEN], the first step's.
+            positions, limits: int64 [rows].
+
+        Returns:
+            (tokens [rows][DRAFTS], hidden states [DRAFTS, rows, HIDDEN], how far the largest logit
+            is above the next one [DRAFTS, rows]).
+        """
+        h, tokens, seen, gaps = hidden.double(), [], [], []
+        for _ in range(DRAFTS):
+            logits = to_numpy(h) @ to_numpy(self.head).T
+            tokens.append([first_largest(row.tolist()) for row in logits])
+            seen.append(to_numpy(h))
+            gaps.append(np.diff(np.sort(logits, axis=1)[:, -2:], axis=1)[:, 0])
+            rows = [
+                self.eh_proj_input(t, row) for t, row in zip(tokens[-1], h.split(1), strict=True)
+            ]
+            x = np.concatenate(rows) @ to_numpy(self.eh_proj).T
+            normed = rms_norm(x, to_numpy(self.input_norm))
+            positions = torch.tensor(
+                [
+                    p + 1 if p >= 0 and p + 1 < limit else -1
+                    for p, limit in zip(positions.tolist(), limits.tolist(), strict=True)
+                ]
+            )
+            h = self.layer(torch.from_numpy(normed), torch.from_numpy(x), positions)
+        by_row = [list(row) for row in zip(*tokens, strict=True)]
+        return by_row, np.stack(seen), np.stack(gaps)
