@@ -129,7 +129,7 @@ def work(mapping: Mapping) -> dict[str, Any]:
     return answer
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[1, 2, 4], ids="{}-ranks".format)
 def answers(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Checks every cell on the way."""
     ranks = request.param
