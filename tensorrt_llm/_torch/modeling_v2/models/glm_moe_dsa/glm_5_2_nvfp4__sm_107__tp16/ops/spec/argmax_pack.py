@@ -92,8 +92,13 @@ class ArgmaxPack(OpWrapper):
     @staticmethod
     def baseline(inputs: dict[str, Any]) -> Callable[[], object] | None:
         """The engine's kernel; off a GPU torch's."""
-        logits, first_id, out = inputs["logits"], inputs["first_id"], inputs["out"].clone()
-        return lambda: local_argmax_pack(logits, first_id, out)
+        out = inputs["out"].clone()
+
+        def call() -> Tensor:
+            local_argmax_pack(inputs["logits"], inputs["first_id"], out)
+            return out
+
+        return call
 
 
 argmax_pack = ArgmaxPack()

@@ -45,21 +45,22 @@ class DraftSampleGlue(OpWrapper):
 
     Args:
         logits: activation dtype [requests, V], this rank's vocabulary shard: ids [rank * V, ...).
-        accepted_tokens: int64 [requests, K + 1], of which the first num_accepted count; read with
-            next_new_tokens.
-        num_accepted: int64 [requests], in [1, K + 1]. Set by glm_verify_head_accept.
+        workspace: descriptor of a private Lamport workspace for exchanges (`exchange_bytes`); its
+            calls must be made in the same order on all ranks.
+        draft_tokens: int64 [requests, K]; column `step` is written, the others stay.
+        step: of these tokens, in [0, K).
+        position_ids: int64 [requests], the position p of each row of this step; written: p + 1 if p
+            is not negative and p + 1 is below the request's limit, else -1.
         kv_limits: int32 [requests], tokens that each request has room for; with position_ids.
+        accepted_tokens: int64 [requests, K + 1], of which the first num_accepted count; with
+            next_new_tokens.
+        num_accepted: int64 [requests], in [1, K + 1]; with next_new_tokens. Set by
+            glm_verify_head_accept.
+        next_new_tokens: int64 [requests, 1 + K], only in the last step; written: the last accepted
+            token accepted_tokens[r, num_accepted[r] - 1], then draft_tokens with this step's.
         embed_table, hidden_states, enorm_weight, hnorm_weight, eps, col_lo, col_hi: as
             glm_draft_glue_rmsnorm_cat takes them, whose input_ids are the chosen tokens;
             hidden_states [requests, hidden]. Without embed_table none of them is read.
-        workspace: descriptor of a private Lamport workspace for exchanges (`exchange_bytes`); its
-            calls must be made in the same order on all ranks.
-        position_ids: int64 [requests], the position p of each row of this step; written: p + 1 if p
-            is not negative and p + 1 is below the request's limit, else -1.
-        draft_tokens: int64 [requests, K]; column `step` is written, the others stay.
-        step: of these tokens, in [0, K).
-        next_new_tokens: int64 [requests, 1 + K], only in the last step; written: the last accepted
-            token accepted_tokens[r, num_accepted[r] - 1], then draft_tokens with this step's.
 
     Returns:
         activation dtype [requests, col_hi - col_lo], the numbers of glm_draft_glue_rmsnorm_cat;
@@ -75,11 +76,11 @@ class DraftSampleGlue(OpWrapper):
     """
 
     schema = (
-        "glm_draft_sample_glue(Tensor logits, Tensor? accepted_tokens, Tensor? num_accepted, "
-        "Tensor? kv_limits, Tensor? embed_table, Tensor? hidden_states, Tensor? enorm_weight, "
-        "Tensor? hnorm_weight, float eps, int col_lo, int col_hi, Tensor workspace, "
-        "Tensor(a!)? position_ids, Tensor(b!) draft_tokens, int step, "
-        "Tensor(c!)? next_new_tokens) -> Tensor"
+        "glm_draft_sample_glue(Tensor logits, Tensor workspace, Tensor(a!) draft_tokens, int step, "
+        "Tensor(b!)? position_ids=None, Tensor? kv_limits=None, Tensor? accepted_tokens=None, "
+        "Tensor? num_accepted=None, Tensor(c!)? next_new_tokens=None, Tensor? embed_table=None, "
+        "Tensor? hidden_states=None, Tensor? enorm_weight=None, Tensor? hnorm_weight=None, "
+        "float eps=0.0, int col_lo=0, int col_hi=0) -> Tensor"
     )
     CELLS = (
         Cell("K 7, the last step", {"rows": 1, "step": 6, "next": True}),
@@ -94,27 +95,32 @@ class DraftSampleGlue(OpWrapper):
     @staticmethod
     def raw_call(
         logits: Tensor,
-        accepted_tokens: Tensor | None,
-        num_accepted: Tensor | None,
-        kv_limits: Tensor | None,
-        embed_table: Tensor | None,
-        hidden_states: Tensor | None,
-        enorm_weight: Tensor | None,
-        hnorm_weight: Tensor | None,
-        eps: float,
-        col_lo: int,
-        col_hi: int,
         workspace: Tensor,
-        position_ids: Tensor | None,
         draft_tokens: Tensor,
         step: int,
-        next_new_tokens: Tensor | None,
+        position_ids: Tensor | None = None,
+        kv_limits: Tensor | None = None,
+        accepted_tokens: Tensor | None = None,
+        num_accepted: Tensor | None = None,
+        next_new_tokens: Tensor | None = None,
+        embed_table: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+        enorm_weight: Tensor | None = None,
+        hnorm_weight: Tensor | None = None,
+        eps: float = 0.0,
+        col_lo: int = 0,
+        col_hi: int = 0,
     ) -> Tensor:
         return torch.ops.trtllm.glm_draft_sample_glue(
             logits,
+            workspace,
+            draft_tokens,
+            step,
+            position_ids,
+            kv_limits,
             accepted_tokens,
             num_accepted,
-            kv_limits,
+            next_new_tokens,
             embed_table,
             hidden_states,
             enorm_weight,
@@ -122,31 +128,26 @@ class DraftSampleGlue(OpWrapper):
             eps,
             col_lo,
             col_hi,
-            workspace,
-            position_ids,
-            draft_tokens,
-            step,
-            next_new_tokens,
         )
 
     @staticmethod
     def reference(
         logits: Tensor,
-        accepted_tokens: Tensor | None,
-        num_accepted: Tensor | None,
-        kv_limits: Tensor | None,
-        embed_table: Tensor | None,
-        hidden_states: Tensor | None,
-        enorm_weight: Tensor | None,
-        hnorm_weight: Tensor | None,
-        eps: float,
-        col_lo: int,
-        col_hi: int,
         workspace: Tensor,
-        position_ids: Tensor | None,
         draft_tokens: Tensor,
         step: int,
-        next_new_tokens: Tensor | None,
+        position_ids: Tensor | None = None,
+        kv_limits: Tensor | None = None,
+        accepted_tokens: Tensor | None = None,
+        num_accepted: Tensor | None = None,
+        next_new_tokens: Tensor | None = None,
+        embed_table: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+        enorm_weight: Tensor | None = None,
+        hnorm_weight: Tensor | None = None,
+        eps: float = 0.0,
+        col_lo: int = 0,
+        col_hi: int = 0,
     ) -> Tensor:
         head = local_candidates(logits, workspace)[1]
         (heads,) = exchange_packets(DraftSampleGlue.name(), step, workspace, head)
@@ -169,42 +170,42 @@ class DraftSampleGlue(OpWrapper):
     @staticmethod
     def fake(
         logits: Tensor,
-        accepted_tokens: Tensor | None,
-        num_accepted: Tensor | None,
-        kv_limits: Tensor | None,
-        embed_table: Tensor | None,
-        hidden_states: Tensor | None,
-        enorm_weight: Tensor | None,
-        hnorm_weight: Tensor | None,
-        eps: float,
-        col_lo: int,
-        col_hi: int,
         workspace: Tensor,
-        position_ids: Tensor | None,
         draft_tokens: Tensor,
         step: int,
-        next_new_tokens: Tensor | None,
+        position_ids: Tensor | None = None,
+        kv_limits: Tensor | None = None,
+        accepted_tokens: Tensor | None = None,
+        num_accepted: Tensor | None = None,
+        next_new_tokens: Tensor | None = None,
+        embed_table: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+        enorm_weight: Tensor | None = None,
+        hnorm_weight: Tensor | None = None,
+        eps: float = 0.0,
+        col_lo: int = 0,
+        col_hi: int = 0,
     ) -> Tensor:
         return logits.new_empty(logits.shape[0], 0 if embed_table is None else col_hi - col_lo)
 
     @staticmethod
     def is_valid(
         logits: Tensor,
-        accepted_tokens: Tensor | None,
-        num_accepted: Tensor | None,
-        kv_limits: Tensor | None,
-        embed_table: Tensor | None,
-        hidden_states: Tensor | None,
-        enorm_weight: Tensor | None,
-        hnorm_weight: Tensor | None,
-        eps: float,
-        col_lo: int,
-        col_hi: int,
         workspace: Tensor,
-        position_ids: Tensor | None,
         draft_tokens: Tensor,
         step: int,
-        next_new_tokens: Tensor | None,
+        position_ids: Tensor | None = None,
+        kv_limits: Tensor | None = None,
+        accepted_tokens: Tensor | None = None,
+        num_accepted: Tensor | None = None,
+        next_new_tokens: Tensor | None = None,
+        embed_table: Tensor | None = None,
+        hidden_states: Tensor | None = None,
+        enorm_weight: Tensor | None = None,
+        hnorm_weight: Tensor | None = None,
+        eps: float = 0.0,
+        col_lo: int = 0,
+        col_hi: int = 0,
     ) -> None:
         check_tensor("logits", logits, (None, None))
         rows, ranks = logits.shape[0], LamportWorkspace.world_size_of(workspace)
@@ -244,14 +245,14 @@ class DraftSampleGlue(OpWrapper):
         following = "next" in spec
         return {
             "logits": logits[ranks.tp_rank],
-            "accepted_tokens": draw.integers(0, vocab, rows, drafts + 1) if following else None,
-            "num_accepted": draw.integers(1, drafts + 2, rows) if following else None,
-            **_positions(draw, rows, given="positions" in spec),
-            **_window(cell, draw, vocab * ranks.tp_size),
             "workspace": cell_exchange(exchange_bytes(rows, ranks.tp_size)),
             "draft_tokens": draw.integers(0, vocab, rows, drafts),
             "step": spec["step"],
+            **_positions(draw, rows, given="positions" in spec),
+            "accepted_tokens": draw.integers(0, vocab, rows, drafts + 1) if following else None,
+            "num_accepted": draw.integers(1, drafts + 2, rows) if following else None,
             "next_new_tokens": draw.integers(0, vocab, rows, drafts + 1) if following else None,
+            **_window(cell, draw, vocab * ranks.tp_size),
         }
 
     @staticmethod

@@ -52,20 +52,6 @@ from tensorrt_llm.mapping import Mapping
 
 DTYPES = (torch.bfloat16, torch.float32)
 TINY = {"dtype": torch.float32, "geometry": Geometry(hidden_size=HIDDEN, vocab_size=VOCAB)}
-NOTHING_ELSE: dict[str, Any] = {
-    "accepted_tokens": None,
-    "num_accepted": None,
-    "kv_limits": None,
-    "embed_table": None,
-    "hidden_states": None,
-    "enorm_weight": None,
-    "hnorm_weight": None,
-    "eps": EPS,
-    "col_lo": 0,
-    "col_hi": 0,
-    "position_ids": None,
-    "next_new_tokens": None,
-}
 REQUESTS = 3
 STARTS = torch.tensor([50, 97, -1])  # of the window loop: far from the limit, near it, padding
 LIMITS = torch.tensor([100, 100, 100])
@@ -123,8 +109,7 @@ def everything(mapping: Mapping, workspace: torch.Tensor) -> list[dict[str, torc
             **written,
         )
         alone = drafts_before(requests)
-        arguments = {**NOTHING_ELSE, "draft_tokens": alone, "step": 2, "workspace": workspace}
-        empty = DraftSampleGlue.raw_call(logits=logits, **arguments)
+        empty = DraftSampleGlue.raw_call(logits, workspace, alone, step=2)
         answers.append({**written, "window": window, "alone": alone, "empty": empty})
     return answers
 
@@ -154,16 +139,15 @@ def tables_loop(mapping: Mapping, tables: torch.Tensor, glue: torch.Tensor) -> d
         hidden = model.layer(normed, x, positions)
     seen.append(hidden)
     accepted, counts = verified(1)
-    last = {
-        **NOTHING_ELSE,
-        "accepted_tokens": accepted,
-        "num_accepted": counts,
-        "draft_tokens": drafts,
-        "next_new_tokens": following,
-        "step": DRAFTS - 1,
-        "workspace": glue,
-    }
-    DraftSampleGlue.raw_call(logits=shard(model.logits(hidden), mapping), **last)
+    DraftSampleGlue.raw_call(
+        shard(model.logits(hidden), mapping),
+        glue,
+        drafts,
+        step=DRAFTS - 1,
+        accepted_tokens=accepted,
+        num_accepted=counts,
+        next_new_tokens=following,
+    )
     return {"drafts": drafts, "hidden": torch.stack(seen), "next": following}
 
 
@@ -176,21 +160,21 @@ def windows_loop(mapping: Mapping, workspace: torch.Tensor) -> dict[str, Any]:
     drafts, seen = drafts_before(REQUESTS), []
     for step in range(DRAFTS):
         seen.append(hidden)
-        arguments = {
-            **NOTHING_ELSE,
-            "kv_limits": LIMITS.int(),
-            "embed_table": model.embed,
-            "hidden_states": hidden,
-            "enorm_weight": model.enorm,
-            "hnorm_weight": model.hnorm,
-            "col_lo": lo,
-            "col_hi": hi,
-            "workspace": workspace,
-            "position_ids": positions,
-            "draft_tokens": drafts,
-            "step": step,
-        }
-        window = DraftSampleGlue.raw_call(logits=shard(model.logits(hidden), mapping), **arguments)
+        window = DraftSampleGlue.raw_call(
+            shard(model.logits(hidden), mapping),
+            workspace,
+            drafts,
+            step,
+            position_ids=positions,
+            kv_limits=LIMITS.int(),
+            embed_table=model.embed,
+            hidden_states=hidden,
+            enorm_weight=model.enorm,
+            hnorm_weight=model.hnorm,
+            eps=EPS,
+            col_lo=lo,
+            col_hi=hi,
+        )
         x = reduce(window @ weight.T)
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
         hidden = model.layer(x * scale * model.input_norm, x, positions)
@@ -210,8 +194,7 @@ def out_of_order(mapping: Mapping) -> str:
     )
     with pytest.raises(RuntimeError) as caught:
         if mapping.tp_rank == 1:
-            last = {"logits": inputs["logits"], "draft_tokens": inputs["draft_tokens"], "step": 6}
-            DraftSampleGlue.raw_call(**{**NOTHING_ELSE, **last, "workspace": workspace})
+            DraftSampleGlue.raw_call(inputs["logits"], workspace, inputs["draft_tokens"], step=6)
         else:
             draft_ehproj_table.DraftEhprojTable.raw_call(**{**inputs, "workspace": workspace})
     return str(caught.value)
@@ -400,7 +383,7 @@ def test_refuses_a_single_rank_for_the_kernel() -> None:
     assert_refuses(DraftSampleGlue, DraftSampleGlue.CELLS[0], "ranks is 1; the kernel serves")
 
 
-def test_what_is_not_asked_for_is_not_checked() -> None:
+def test_what_is_not_asked_for_is_not_needed() -> None:
     inputs = cell_inputs(DraftSampleGlue, FULL)
-    keep = ("logits", "workspace", "draft_tokens", "step")
-    DraftSampleGlue.is_valid(**{**NOTHING_ELSE, **{name: inputs[name] for name in keep}})
+    names = ("logits", "workspace", "draft_tokens", "step")
+    DraftSampleGlue.is_valid(**{name: inputs[name] for name in names})
