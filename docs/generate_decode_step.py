@@ -127,7 +127,9 @@ def _request() -> NewRequest:
 @contextmanager
 def _parts_noted(recorder: Recorder) -> Iterator[None]:
     """Every part's method enters its part; a join notes whom it waits for."""
-    with patch.object(streams.SideStream, "join", lambda s: recorder.note("main", f"wait: {s.name}")):
+    with patch.object(
+        streams.SideStream, "join", lambda s: recorder.note("main", f"wait: {s.name}")
+    ):
         with _patched(recorder, list(PARTS.items())):
             yield
 

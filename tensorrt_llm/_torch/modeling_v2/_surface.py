@@ -292,7 +292,7 @@ SURFACE = (
         f"{TORCH}.distributed",
         "LamportWorkspace",
         "three buffers that ranks exchange rows through; made by `lamport_workspace`",
-        ("at", "exchange", "publish", "world_size_of", "descriptor"),
+        ("at", "exchange", "publish", "rank", "world_size_of", "descriptor"),
         ours=True,
     ),
     Entry(
@@ -326,6 +326,9 @@ SURFACE = (
             ("custom_ops.paged_mqa_logits", "paged_mqa_logits_processors", "how many those are"),
             ("custom_ops.sparse_mla", "gather_rows", "reads rows of a pool"),
             ("modules.rotary_embedding", "apply_rotary", "rotates interleaved pairs in fp32"),
+            ("speculative.mtp_tail_trim", "check_argmax_pack", "what it refuses"),
+            ("speculative.mtp_tail_trim", "local_argmax_pack", "its kernel"),
+            ("speculative.mtp_tail_trim", "torch_argmax_pack", "the same by torch"),
             ("speculative.forced_acceptance", "POOL_SIZE", "numbers that fractions draw from"),
             ("speculative.forced_acceptance", "STEP_STRIDE", "the counter's factor in a draw"),
             ("speculative.forced_acceptance", "SLOT_STRIDE", "the slot's factor in a draw"),

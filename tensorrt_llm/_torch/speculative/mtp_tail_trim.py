@@ -66,10 +66,17 @@ def local_argmax_pack(
         ValueError: shapes, dtypes or strides other than these, a slot outside of `out`, or indices
             that fp32 does not hold.
     """
+    check_argmax_pack(logits, vocab_offset, out, slot)
+    pack = _launch_pack if logits.is_cuda else torch_argmax_pack
+    pack(logits, vocab_offset, out, slot, zero_rest)
+
+
+def check_argmax_pack(
+    logits: torch.Tensor, vocab_offset: int, out: torch.Tensor, slot: int = 0
+) -> None:
+    """Raises ValueError for what `local_argmax_pack` refuses."""
     _check_logits(logits, vocab_offset)
     _check_out(out, logits, slot)
-    pack = _launch_pack if logits.is_cuda else _pack_on_host
-    pack(logits, vocab_offset, out, slot, zero_rest)
 
 
 def _check_logits(logits: torch.Tensor, vocab_offset: int) -> None:
@@ -98,9 +105,14 @@ def _check_out(out: torch.Tensor, logits: torch.Tensor, slot: int) -> None:
         raise ValueError(f"slot {slot} is not in [0, {out.shape[1] // PAIR}) of out's columns")
 
 
-def _pack_on_host(
-    logits: torch.Tensor, vocab_offset: int, out: torch.Tensor, slot: int, zero_rest: bool
+def torch_argmax_pack(
+    logits: torch.Tensor,
+    vocab_offset: int,
+    out: torch.Tensor,
+    slot: int = 0,
+    zero_rest: bool = False,
 ) -> None:
+    """`local_argmax_pack` by torch's own operators, on any device and without checks."""
     value, index = logits.max(dim=-1)
     if logits.dtype == torch.bfloat16:
         all_ones = torch.tensor(0x7FFF, dtype=torch.int16).view(torch.bfloat16)

@@ -189,7 +189,7 @@ class DraftLoop:
         row, x, residual = ops.last_accepted(
             x, residual, self.first_request, counts, rows_per_request=rows, row_offset=0
         )
-        position = md.position_ids[row]
+        position = md.position_ids.index_select(0, row)
         hidden = self.experts(x, residual)
         self.stash.join()
         return hidden, position, pool_rows
