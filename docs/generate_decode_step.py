@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorrt_llm._torch.modeling_v2.models.glm_moe_dsa.glm_5_2_nvfp4__sm_107__tp16 import (
@@ -129,9 +128,8 @@ def _parts_noted(recorder: Recorder) -> Iterator[None]:
     """Every part's method enters its part; a join notes whom it waits for."""
     with patch.object(
         streams.SideStream, "join", lambda s: recorder.note("main", f"wait: {s.name}")
-    ):
-        with _patched(recorder, list(PARTS.items())):
-            yield
+    ), _patched(recorder, list(PARTS.items())):
+        yield
 
 
 @contextmanager
