@@ -9,14 +9,16 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tensorrt_llm._torch.attention.backends.sparse.dsa.params import full_indexer_layers
 from tensorrt_llm._torch.modeling_v2.models.glm_moe_dsa.glm_5_2_nvfp4__sm_107__tp16 import (
     decode,
     draft,
@@ -49,6 +51,18 @@ PARTS: dict[str, tuple[type, str]] = {
 }
 
 
+# GLM-5.2: the first three layers are dense and full; after them every fourth is full.
+GLM_5_2_LAYERS = 78
+GLM_5_2_DRAFTS = 7
+FULL = full_indexer_layers(GLM_5_2_LAYERS, indexer_types=None, pattern=None, freq=4, offset=3)
+DENSE = 3
+LAYER_COUNTS = {
+    "full-indexer dense layer": DENSE,
+    "full-indexer moe layer": sum(FULL) - DENSE,
+    "shared moe layer": GLM_5_2_LAYERS - sum(FULL),
+}
+
+
 class Recorder(TorchDispatchMode):
     """Notes operators that compute, part by part; views and allocations are no work."""
 
@@ -58,7 +72,7 @@ class Recorder(TorchDispatchMode):
         self.running: list[list[Entry]] = [[]]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.running[-1] is not None and not _is_free(func):
+        if not _is_free(func):
             self.note(streams.current_lane(), _told(func))
         return func(*args, **(kwargs or {}))
 
@@ -126,21 +140,15 @@ def _request() -> NewRequest:
 @contextmanager
 def _parts_noted(recorder: Recorder) -> Iterator[None]:
     """Every part's method enters its part; a join notes whom it waits for."""
-    with patch.object(
-        streams.SideStream, "join", lambda s: recorder.note("main", f"wait: {s.name}")
-    ), _patched(recorder, list(PARTS.items())):
+    with ExitStack() as stack:
+        joined = patch.object(
+            streams.SideStream, "join", lambda s: recorder.note("main", f"wait: {s.name}")
+        )
+        stack.enter_context(joined)
+        for name, (owner, method) in PARTS.items():
+            noted = _noted(recorder, name, getattr(owner, method))
+            stack.enter_context(patch.object(owner, method, noted))
         yield
-
-
-@contextmanager
-def _patched(recorder: Recorder, parts: list[tuple[str, tuple[type, str]]]) -> Iterator[None]:
-    if not parts:
-        yield
-        return
-    (name, (owner, method)), *others = parts
-    with patch.object(owner, method, _noted(recorder, name, getattr(owner, method))):
-        with _patched(recorder, others):
-            yield
 
 
 def _noted(recorder: Recorder, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,15 +172,35 @@ def timeline(entries: list[Entry]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in lines)
 
 
+def calls(parts: dict[str, list[Entry]]) -> str:
+    """How often GLM-5.2 calls each operator in one step with `GLM_5_2_DRAFTS` drafts."""
+    counts: Counter[str] = Counter()
+    for name, entries in parts.items():
+        for _, what in entries:
+            if not what.startswith("wait"):
+                counts[what] += _repeats(name, what)
+    rows = [f"| `{what}` | {count} |" for what, count in counts.most_common()]
+    total = f"| all | {counts.total()} |"
+    return "\n".join(["| operator | calls |", "| --- | --- |", *rows, total])
+
+
+def _repeats(part: str, what: str) -> int:
+    """Of a part of the recorded step, in GLM-5.2's."""
+    if part in LAYER_COUNTS:
+        return LAYER_COUNTS[part]
+    later = GLM_5_2_DRAFTS - 1
+    return later if part in ("later draft", "between drafts") or "ehproj_table" in what else 1
+
+
 def filled(text: str, parts: dict[str, list[Entry]]) -> str:
     """`text` with every timeline brought up to date.
 
     Raises:
         ValueError: a part of the step has no place in the text.
     """
-    for name, entries in parts.items():
+    tables = {name: timeline(entries) for name, entries in parts.items()}
+    for name, table in {**tables, "calls": calls(parts)}.items():
         pattern = rf"(<!-- {name} -->\n).*?(<!-- end -->)"
-        table = timeline(entries)
         text, count = re.subn(
             pattern, lambda m, t=table: f"{m[1]}{t}\n{m[2]}", text, flags=re.DOTALL
         )

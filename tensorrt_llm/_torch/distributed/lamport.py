@@ -242,7 +242,7 @@ class LamportWorkspace:
         """`publish`, then `collect`."""
         self.publish(call, shard)
         rows, columns = shard.shape
-        return self.collect(call, rows, columns, shard.dtype)
+        return self.collect(call, rows, columns, shard.dtype).to(shard.device)
 
     def publish(self, call: str, shard: torch.Tensor) -> None:
         """Store this rank's rows into every rank's current buffer.
@@ -273,7 +273,7 @@ class LamportWorkspace:
         """All ranks' published rows; clears the previous call's buffer and rotates.
 
         Returns:
-            dtype [rows, world_size, columns], a copy.
+            dtype [rows, world_size, columns], a copy on the transport's device.
 
         Raises:
             ValueError: rows that do not fit.

@@ -92,7 +92,7 @@ class MnnvlHop(OpWrapper):
             opened.publish(MnnvlHop.name(), input)
         rows, hidden = residual.shape
         shards = opened.collect(MnnvlHop.name(), rows, hidden, residual.dtype)
-        return add_norm(shards, residual, gamma, eps)
+        return add_norm(shards.to(residual.device), residual, gamma, eps)
 
     @staticmethod
     def fake(

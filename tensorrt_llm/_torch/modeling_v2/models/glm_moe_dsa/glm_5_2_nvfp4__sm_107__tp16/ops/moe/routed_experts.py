@@ -19,7 +19,6 @@ from tensorrt_llm._torch.modeling_v2.catalog._op import (
     define_op,
 )
 
-from ...geometry import Geometry
 from .._cells import Draw, dtype_of, geometry_of
 from .._checks import KERNEL_DTYPE, check_tensor, require
 from .._numerics import (
@@ -29,21 +28,13 @@ from .._numerics import (
     project,
     swiglu_rounded_once,
 )
+from ._operands import NVFP4_OPERANDS, nvfp4_operands, plain_operands
 
 E4M3 = torch.float8_e4m3fn
 SERVED_ROWS, SERVED_FUSED_ROWS = range(1, 33), range(1, 9)
 SERVED_EXPERTS, SERVED_TOP_K, SERVED_HIDDEN, SERVED_SLICE = 256, 8, 6144, 128
 ROUTER_WARPS = 4
 IDLE_WORD = -(1 << 31)  # the bits of -0.0
-# What the plain form leaves out, in the order of the schema.
-NVFP4_OPERANDS = (
-    "hidden_states_scale",
-    "gemm1_weights_scale",
-    "gemm2_weights_scale",
-    "output1_scale_scalar",
-    "output1_scale_gate_scalar",
-    "output2_scale_scalar",
-)
 
 
 def fused_router_workspace(device: torch.device, rows: int = 8, experts: int = 256) -> Tensor:
@@ -347,7 +338,7 @@ class RoutedExperts(OpWrapper):
         x = draw.normal(rows, hidden, dtype=dtype)
         router_weight = draw.weight(experts, hidden, dtype=dtype)
         fused = cell.spec["fused_router"]
-        operands = (_nvfp4_operands if cell.spec.get("nvfp4", True) else _plain_operands)(
+        operands = (nvfp4_operands if cell.spec.get("nvfp4", True) else plain_operands)(
             draw, geometry, x
         )
         return {
@@ -500,58 +491,5 @@ def _check_served(
     ):
         require(size == wanted, f"{what} is {size}; the kernels serve {wanted}")
 
-
-def _plain_operands(draw: Draw, geometry: Geometry, x: Tensor) -> dict[str, Tensor | None]:
-    experts, part, hidden = (
-        geometry.n_routed_experts,
-        geometry.moe_intermediate_size,
-        geometry.hidden_size,
-    )
-    return {
-        "hidden_states": x,
-        "gemm1_weights": draw.weight(experts, 2 * part, hidden, dtype=x.dtype),
-        "gemm2_weights": draw.weight(experts, hidden, part, dtype=x.dtype),
-        **dict.fromkeys(NVFP4_OPERANDS),
-    }
-
-
-def _nvfp4_operands(draw: Draw, geometry: Geometry, x: Tensor) -> dict[str, Tensor | None]:
-    """Random codes with block scales in [0.5, 4), and global scales that differ from expert to
-    expert and keep the size of what is projected."""
-    experts, part, hidden = (
-        geometry.n_routed_experts,
-        geometry.moe_intermediate_size,
-        geometry.hidden_size,
-    )
-
-    def codes(*shape: int) -> Tensor:
-        return draw.integers(0, 256, *shape, dtype=torch.uint8)
-
-    def block_scales(*shape: int) -> Tensor:
-        return draw.integers(0x30, 0x48, *shape, dtype=torch.uint8).view(E4M3)
-
-    def global_scales(inputs: int) -> Tensor:
-        spread = draw.normal(experts, std=0.1, mean=1.0)
-        return spread * CODE_RMS**-1 * inputs**-0.5
-
-    input_scale, inner_scale = 2.0**-9, 2.0**-9  # 2688 of them are 5: a normal row's range
-    gate = input_scale * global_scales(hidden)
-    global_scale = torch.full((1,), 1 / input_scale, device=draw.device)
-    packed, scale = quantize_nvfp4(x, global_scale)
-    return {
-        "hidden_states": packed,
-        "hidden_states_scale": scale,
-        "gemm1_weights": codes(experts, 2 * part, hidden // 2),
-        "gemm1_weights_scale": block_scales(experts, 2 * part, hidden // NVFP4_GROUP),
-        "gemm2_weights": codes(experts, hidden, part // 2),
-        "gemm2_weights_scale": block_scales(experts, hidden, part // NVFP4_GROUP),
-        "output1_scale_scalar": gate / inner_scale,
-        "output1_scale_gate_scalar": gate,
-        "output2_scale_scalar": inner_scale * global_scales(part),
-    }
-
-
-# Of code * block scale as `_nvfp4_operands` draws them: sqrt(8.56 * 3.5).
-CODE_RMS = 5.5
 
 routed_experts = RoutedExperts()
