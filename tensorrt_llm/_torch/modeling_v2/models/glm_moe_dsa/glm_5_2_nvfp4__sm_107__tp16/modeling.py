@@ -1,5 +1,6 @@
 """The target's model: the built-in modules and loader, and a trunk that runs each step's phase."""
 
+import resource
 from typing import Any, ClassVar
 
 import torch
@@ -139,13 +140,25 @@ class GlmTarget(GlmMoeDsaForCausalLM):
         return MTPDraftWorker(config.max_draft_len, config.mapping, share, self.core.decode)
 
 
+def check_kernel_dtypes(config: ModelConfig) -> None:
+    """Raises ValueError unless the model runs in the dtypes that the kernels are written for."""
+    if config.dtype != torch.bfloat16:
+        raise ValueError(f"dtype is {config.dtype}; the decode step's kernels take torch.bfloat16")
+    if not config.kv_cache_fp8:
+        raise ValueError("kv_cache_config.dtype is not 'fp8'; the decode step's kernels read e4m3")
+
+
 def memory_report(model: nn.Module, derived: int, device: torch.device) -> str:
     """What the step's operands take beside the modules' parameters, which stay for the fallback."""
     own = sum(p.nbytes for p in model.parameters())
-    text = f"decode step: {derived / MIB:.1f} MiB derived from {own / MIB:.1f} MiB of weights"
-    if device.type != "cuda":
-        return text
-    return f"{text}, peak so far {torch.cuda.max_memory_allocated(device) / MIB:.1f} MiB"
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # of the whole process
+    return (
+        f"decode step: {derived / MIB:.1f} MiB derived from {own / MIB:.1f} MiB of weights, "
+        f"peak so far {peak / MIB:.1f} MiB"
+    )
 
 
 @register_auto_model("ModelingV2Glm52Nvfp4Sm107Tp16")
@@ -156,4 +169,5 @@ class ModelingV2Glm52Nvfp4Sm107Tp16(GlmTarget):
     def geometry_of(config: ModelConfig) -> Geometry:
         """See `GlmTarget`."""
         GLM_5_2_TP16.check(config.pretrained_config, config.mapping.tp_size)
+        check_kernel_dtypes(config)
         return GLM_5_2_TP16
