@@ -13,7 +13,6 @@ from helpers.engine import executor_config, generate, make_engine, run_requests
 from helpers.glm_oracle import with_config
 from helpers.glm_tiny import CHECKPOINT, prompts
 
-from tensorrt_llm._torch.attention.backends.sparse.dsa.cache_manager import KEY
 from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor
 from tensorrt_llm._torch.speculative.forced_acceptance import ENV
 from tensorrt_llm._torch.speculative.interface import SpecMetadata, SpecOutputs
