@@ -124,7 +124,8 @@ class Twins:
         index_keys = (pages * size + metadata.index_offset)[inside]
         for role, allowed in ((KEY, keys), (INDEX_KEY, index_keys)):
             changed = changed_rows(before[role], manager.pool(role), row_bytes(metadata, role))
-            assert changed <= set(allowed.tolist()), role
+            outside = changed - set(allowed.tolist())
+            assert not outside, f"the draft loop wrote the {role} rows {sorted(outside)}"
 
     def _pools(self) -> dict[str, torch.Tensor]:
         return {role: self.executor.kv_cache_manager.pool(role).clone() for role in ROLES}
@@ -155,7 +156,7 @@ def assert_state(state: dict[str, Any], expected: dict[str, Any]) -> None:
             else state[name] == value
         )
     ]
-    assert not differing
+    assert not differing, differing
 
 
 def row_bytes(metadata: Any, role: str) -> int:
