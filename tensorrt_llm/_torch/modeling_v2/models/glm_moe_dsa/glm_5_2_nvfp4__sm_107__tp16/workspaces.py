@@ -24,34 +24,46 @@ class Workspaces:
     Attributes:
         hops: the sums of all hops.
         logits: the all-gather of verify logits.
-        topk: candidates of the key choice; None on one rank, which has all keys.
         ehproj_table, sample_glue: the draft steps' argmax exchanges.
+        topk: candidates of the key choice; None on one rank, which has all keys.
     """
 
     hops: Tensor
     logits: Tensor
-    topk: Tensor | None
     ehproj_table: Tensor
     sample_glue: Tensor
+    topk: Tensor | None = None
 
     @classmethod
     def create(cls, mapping: Mapping, geometry: Geometry, dtype: torch.dtype) -> "Workspaces":
         """Collective: all ranks make them together, in this order, once the weights are loaded."""
-        ranks, rows = mapping.tp_size, geometry.max_rows
-        row_bytes = rows * ranks * dtype.itemsize
 
         def of(purpose: str, payload: Payload, nbytes: int) -> Tensor:
-            nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
             # Models of one process share what fits all of them to the byte.
             return lamport_workspace(mapping, f"{purpose} {nbytes}", payload, nbytes).descriptor
 
-        topk = topk_bytes(rows, geometry.index_topk, ranks)
-        return cls(
-            hops=of("hops", Payload.SUM, row_bytes * geometry.hidden_size),
-            logits=of("logits", Payload.EXCHANGE, row_bytes * geometry.vocab_size),
-            topk=of("topk", Payload.EXCHANGE, topk) if ranks > 1 else None,
-            ehproj_table=of(
-                "ehproj_table", Payload.EXCHANGE, table_bytes(geometry.hidden_size, ranks, dtype)
-            ),
-            sample_glue=of("sample_glue", Payload.EXCHANGE, sample_bytes(1, ranks)),
-        )
+        sizes = buffer_sizes(geometry, dtype)
+        return cls(**{purpose: of(purpose, *size) for purpose, size in sizes.items()})
+
+
+def buffer_sizes(geometry: Geometry, dtype: torch.dtype) -> dict[str, tuple[Payload, int]]:
+    """(what it carries, bytes per buffer) of each purpose, in the order of their creation.
+
+    Args:
+        dtype: of the activations.
+    """
+    g, ranks = geometry, geometry.tp_size
+    row_bytes = g.max_rows * ranks * dtype.itemsize
+    sizes = {
+        "hops": (Payload.SUM, row_bytes * g.hidden_size),
+        "logits": (Payload.EXCHANGE, row_bytes * g.vocab_size),
+        "topk": (Payload.EXCHANGE, topk_bytes(g.max_rows, g.index_topk, ranks)),
+        "ehproj_table": (Payload.EXCHANGE, table_bytes(g.hidden_size, ranks, dtype)),
+        "sample_glue": (Payload.EXCHANGE, sample_bytes(1, ranks)),
+    }
+    if ranks == 1:
+        del sizes["topk"]
+    return {
+        purpose: (payload, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        for purpose, (payload, nbytes) in sizes.items()
+    }
