@@ -1,6 +1,9 @@
-"""The shipped checkpoint's held-out questions as token ids, and how many an engine answers."""
+"""The shipped checkpoint's held-out questions as token ids, how many an engine answers, and its
+quantised exports."""
 
 import json
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -9,8 +12,17 @@ from tokenizers import Tokenizer
 from helpers.engine import generate
 from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor
 
-CHECKPOINT = Path(__file__).parents[2] / "examples" / "glm_tiny" / "checkpoint"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "glm_tiny"
+CHECKPOINT = EXAMPLE / "checkpoint"
 LONGEST_ANSWER = 80
+
+
+def export(kind: str, out: Path) -> Path:
+    """The checkpoint as `kind`, "fp8" or "nvfp4", written to the directory `out`."""
+    command = [sys.executable, str(EXAMPLE / "export.py"), "--format", kind]
+    command += ["--model", str(CHECKPOINT), "--out", str(out)]
+    subprocess.run(command, check=True, capture_output=True, timeout=200)
+    return out
 
 
 @cache

@@ -72,4 +72,4 @@ def gather_rows(rows: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> 
     """rows[slots] as `dtype`: int64 [n] -> [n, width]."""
     if rows.dtype == torch.float8_e4m3fn:  # index_select has no fp8 kernel
         return rows.view(torch.uint8).index_select(0, slots).view(torch.float8_e4m3fn).to(dtype)
-    return rows.index_select(0, slots)
+    return rows.index_select(0, slots).to(dtype)

@@ -155,3 +155,11 @@ def test_gathered_fp8_rows_are_exact(dtype) -> None:
     gathered = gather_rows(rows, slots, dtype)
     assert gathered.dtype == dtype
     np.testing.assert_array_equal(to_numpy(gathered), to_numpy(rows)[slots])
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+def test_gathered_rows_have_the_dtype_that_was_asked_for(stored) -> None:
+    rows = torch.arange(32.0).view(8, 4).to(stored)
+    gathered = gather_rows(rows, torch.tensor([7, 0, 7]), torch.float32)
+    assert gathered.dtype == torch.float32
+    np.testing.assert_array_equal(to_numpy(gathered), to_numpy(rows)[[7, 0, 7]])

@@ -9,9 +9,7 @@ import pytest
 import torch
 from helpers.glm_oracle import BASE, hub_config, make_checkpoint
 from helpers.numerics import Float64, gamma, nearest_bf16, round_to_bits, swiglu, to_numpy
-from safetensors.torch import save_file
 
-from tensorrt_llm._torch.custom_ops.fp4 import dequantize_nvfp4, quantize_nvfp4
 from tensorrt_llm._torch.modeling_v2.models.glm_moe_dsa.glm_5_2_nvfp4__sm_107__tp16 import weights
 from tensorrt_llm._torch.modeling_v2.models.glm_moe_dsa.glm_5_2_nvfp4__sm_107__tp16.ops.gemm.dense_mlp_small_m import (  # noqa: E501
     dense_mlp_small_m,
@@ -32,8 +30,6 @@ from tensorrt_llm._torch.modeling_v2.models.glm_moe_dsa.glm_5_2_nvfp4__sm_107__t
 from tensorrt_llm._torch.modeling_v2.models.glm_moe_dsa.glm_5_2_nvfp4__sm_107__tp16.ops.spec.draft_glue_rmsnorm_cat import (  # noqa: E501
     draft_glue_rmsnorm_cat,
 )
-from tensorrt_llm._torch.models.checkpoints.quantization import read_nvfp4
-from tensorrt_llm._torch.models.checkpoints.reader import CheckpointReader
 from tensorrt_llm._torch.models.loading import load_model
 from tensorrt_llm._torch.models.model_config import ModelConfig, PretrainedConfig
 from tensorrt_llm._torch.models.modeling_deepseekv3 import (
@@ -41,7 +37,6 @@ from tensorrt_llm._torch.models.modeling_deepseekv3 import (
     Deepseekv3MoE,
     GlmMoeDsaForCausalLM,
 )
-from tensorrt_llm._torch.modules.fused_moe import FusedMoE
 from tensorrt_llm.mapping import Mapping
 
 CPU = torch.device("cpu")
@@ -386,114 +381,3 @@ def test_ranks_that_do_not_divide_eh_proj_are_refused() -> None:
     mapping = Mapping(world_size=3, tp_size=3)
     with pytest.raises(ValueError, match="eh_proj has 128 inputs, which tp_size 3 does not"):
         weights.eh_proj_window(128, mapping)
-
-
-EXPERTS, WIDE = 3, 64  # experts and their whole intermediate size
-
-
-@pytest.fixture(scope="module")
-def nvfp4_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointReader:
-    generator = torch.Generator().manual_seed(8)
-    stored = {}
-    for e in range(EXPERTS):
-        for projection, (out, columns) in {
-            "gate": (WIDE, HIDDEN),
-            "up": (WIDE, HIDDEN),
-            "down": (HIDDEN, WIDE),
-        }.items():
-            matrix = torch.randn(out, columns, generator=generator)
-            packed, scale = quantize_nvfp4(matrix, torch.tensor([512.0]))
-            of = f"experts.{e}.{projection}_proj"
-            stored[f"{of}.weight"], stored[f"{of}.weight_scale"] = packed, scale
-            factors = 1 + torch.rand(2, generator=generator)
-            stored[f"{of}.weight_scale_2"] = factors[0] / 512 * columns**-0.5
-            stored[f"{of}.input_scale"] = factors[1] / 448
-    directory = tmp_path_factory.mktemp("nvfp4")
-    save_file(stored, directory / "model.safetensors")
-    return CheckpointReader(directory)
-
-
-def experts_module(reader: CheckpointReader, mapping: Mapping) -> FusedMoE:
-    """The built-in module with the checkpoint's experts."""
-    module = FusedMoE(EXPERTS, HIDDEN, WIDE, mapping, torch.float32, CPU)
-    for spec in module.weight_specs("experts"):
-        spec.target.copy_(read_nvfp4(reader, spec.name, spec.rows, spec.cols, CPU))
-    return module
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_nvfp4_experts_are_the_checkpoints_codes(
-    nvfp4_checkpoint: CheckpointReader, rank: int
-) -> None:
-    module = experts_module(nvfp4_checkpoint, Mapping(world_size=2, tp_size=2, rank=rank))
-    own = weights.read_nvfp4_experts(nvfp4_checkpoint, "experts", module, CPU)
-    input_scale, half = 1 / own.input_global_scale, WIDE // 2
-    inner = torch.stack(
-        [nvfp4_checkpoint.read(f"experts.{e}.down_proj.input_scale") for e in range(EXPERTS)]
-    )
-    one = torch.tensor(1.0)
-    up, gate = dequantize_nvfp4(own.up_gate, own.up_gate_scale, one).chunk(2, dim=1)
-    down = dequantize_nvfp4(own.down, own.down_scale, one)
-    for got, expected in (
-        (up * (own.output1_scale * inner / input_scale).view(-1, 1, 1), module.gate_up[:, half:]),
-        (gate * (own.output1_gate_scale / input_scale).view(-1, 1, 1), module.gate_up[:, :half]),
-        (down * (own.output2_scale / inner).view(-1, 1, 1), module.down),
-    ):
-        assert ((got - expected).abs() <= gamma(8) * expected.abs()).all()
-    largest = max(
-        float(nvfp4_checkpoint.read(f"experts.{e}.{p}_proj.input_scale"))
-        for e in range(EXPERTS)
-        for p in ("gate", "up")
-    )
-    assert float(own.input_global_scale) == pytest.approx(1 / largest, rel=2**-23)
-
-
-def test_the_nvfp4_op_gives_the_modules_experts_up_to_quantising_h(
-    nvfp4_checkpoint: CheckpointReader,
-) -> None:
-    module = experts_module(nvfp4_checkpoint, Mapping())
-    own = weights.read_nvfp4_experts(nvfp4_checkpoint, "experts", module, CPU)
-    packed, scale = quantize_nvfp4(draw(4, HIDDEN, seed=3), own.input_global_scale)
-    rows, _, places = routed_experts(
-        routing_logits=draw(4, EXPERTS),
-        routing_bias=torch.zeros(EXPERTS),
-        router_hidden_states=None,
-        router_weight=None,
-        router_workspace=None,
-        hidden_states=packed,
-        hidden_states_scale=scale,
-        gemm1_weights=own.up_gate,
-        gemm1_weights_scale=own.up_gate_scale,
-        gemm2_weights=own.down,
-        gemm2_weights_scale=own.down_scale,
-        output1_scale_scalar=own.output1_scale,
-        output1_scale_gate_scalar=own.output1_gate_scale,
-        output2_scale_scalar=own.output2_scale,
-        top_k=EXPERTS,
-        routed_scaling_factor=1.0,
-        output_dtype=torch.float32,
-        hidden_states_ready_event=None,
-    )
-    each = rows[places.long()].view(4, EXPERTS, HIDDEN)
-    ids = draw(4, EXPERTS).sort(dim=1, descending=True).indices
-    x = to_numpy(dequantize_nvfp4(packed, scale, 1 / own.input_global_scale))
-    for (t, k), e in np.ndenumerate(ids.numpy()):
-        gate, up = np.split(to_numpy(module.gate_up[e]), 2)
-        down = to_numpy(module.down[e])
-        expected, off = swiglu(x[t], gate, up, down, torch.float32)
-        g = gate @ x[t]
-        h = np.abs(g / (1 + np.exp(-g)) * (up @ x[t])).reshape(-1, 16)
-        # Half of the widest step, 4 to 6, and half a step of the scale, of the group's largest.
-        lost = np.repeat(h.max(axis=1) * (1 / 6 + 2**-4), 16)
-        # The module's numbers are products of the same factors in another order.
-        room = np.abs(down) @ lost + 4 * off
-        assert (np.abs(to_numpy(each[t, k]) - expected) <= room).all()
-
-
-def test_experts_that_are_not_nvfp4_are_refused(nvfp4_checkpoint: CheckpointReader) -> None:
-    module = experts_module(nvfp4_checkpoint, Mapping())
-    with pytest.raises(ValueError, match="no mlp.experts.0.* not stored in NVFP4"):
-        weights.read_nvfp4_experts(nvfp4_checkpoint, "mlp.experts", module, CPU)
-    eighth = FusedMoE(EXPERTS, HIDDEN, WIDE, Mapping(world_size=8, tp_size=8), torch.float32, CPU)
-    with pytest.raises(ValueError, match="must be cut at multiples of 16"):
-        weights.read_nvfp4_experts(nvfp4_checkpoint, "experts", eighth, CPU)

@@ -103,6 +103,18 @@ def test_fp32_is_plain_attention(keys: int) -> None:
     assert float((out - expected).abs().max()) <= 2**-24 * 1876 * float(expected.abs().max())
 
 
+def test_a_cache_in_bf16_is_plain_attention_with_rounded_weights() -> None:
+    """Products of bf16 numbers are exact in fp32; a weight is off by 2^-9 of itself on average of
+    its binade, at most 2^-8, and so is the latent, once."""
+    inputs = cell_inputs(SparseMlaFlashDecode, FULL)
+    inputs |= {name: inputs[name].bfloat16() for name in ("q", "kv_pool")}
+    out, exact = SparseMlaFlashDecode.raw_call(**inputs), exact_output(inputs)
+    assert out.dtype == torch.bfloat16
+    # exact_output rounds the latent as well, so a boundary in between counts once more.
+    rms = (out.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert float(rms) <= 2**-8 * (1 + 1 / 300**0.5) + 2**-8
+
+
 def test_weights_are_rounded_to_e4m3_within_their_split() -> None:
     """Two keys, one weight just above half an e4m3 step: it counts as rounded up in the values and
     as itself in the sum."""
