@@ -47,10 +47,15 @@ class ModelingV2Core(nn.Module):
 
         Raises:
             AssertionError: the first step's metadata lacks what `_surface` says that it has.
+            RuntimeError: a step before `post_load_weights`.
         """
         advance_step_generation()
         if self._contract_pending:
             self._check_step_contract(attn_metadata)
+        if not self._targets:
+            raise RuntimeError(
+                f"{type(self).__name__} has no targets yet; post_load_weights makes them"
+            )
         target = self._targets[phase_of(attn_metadata)]
         hidden_states = target.forward(attn_metadata, *args, **kwargs)
         self.path = target.path
