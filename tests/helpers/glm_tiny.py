@@ -9,8 +9,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from helpers.engine import generate
+from helpers.engine import run_requests
 from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor
+from tensorrt_llm.sampling_params import SamplingParams
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "glm_tiny"
 CHECKPOINT = EXAMPLE / "checkpoint"
@@ -51,9 +52,16 @@ def chat_ids(question: str) -> list[int]:
 
 def share_answered(engine: PyExecutor, asked: list[tuple[list[int], str]]) -> float:
     """Exact matches of greedy answers, 0 to 1."""
-    outputs = generate(engine, [prompt for prompt, _ in asked], LONGEST_ANSWER)
+    right = answered(engine, asked)
+    return sum(right) / len(right)
+
+
+def answered(engine: PyExecutor, asked: list[tuple[list[int], str]]) -> list[bool]:
+    """Which greedy answers match exactly."""
+    params = SamplingParams(max_tokens=LONGEST_ANSWER)
+    outputs = run_requests(engine, [prompt for prompt, _ in asked], params)
     answers = [tokenizer().decode(_until_stop(ids)).strip() for ids in outputs]
-    return sum(a == right for a, (_, right) in zip(answers, asked, strict=True)) / len(asked)
+    return [a == right for a, (_, right) in zip(answers, asked, strict=True)]
 
 
 def _until_stop(ids: list[int]) -> list[int]:
