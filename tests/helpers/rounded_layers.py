@@ -1,6 +1,6 @@
 """A decoder layer of GLM-MoE-DSA with the roundings of the built-in modules, and of the target.
 
-The formulas are exact (float64, from the stored weights and cache rows). A `Path` says where an
+The formulas are exact (float64, from the stored weights and cache rows). `Roundings` say where an
 engine in bf16 rounds within them. Both round what they store in bf16 between two operations:
 projections, attention's output and values, the residual stream. Beyond that:
 
@@ -54,7 +54,7 @@ class Positions:
         return np.stack(turned, axis=1)
 
 
-class Path(ABC):
+class Roundings(ABC):
     """Where one engine rounds.
 
     Args:
@@ -106,7 +106,7 @@ class Path(ABC):
         """[runs, 1, hidden] -> [runs, 1, hidden]."""
 
 
-class BuiltIn(Path):
+class BuiltIn(Roundings):
     def normed(self, x: Float64, weight: Float64, eps: float) -> Float64:
         return self.act(self.act(unit(x, eps)) * weight)
 
@@ -144,7 +144,7 @@ class BuiltIn(Path):
         return self.act(product(self.swiglu(gate, up), expert.down))
 
 
-class Target(Path):
+class Target(Roundings):
     def normed(self, x: Float64, weight: Float64, eps: float) -> Float64:
         return self.act(unit(x, eps) * weight)
 
@@ -242,7 +242,7 @@ class Attention:
 
     def forward(
         self,
-        path: Path,
+        path: Roundings,
         residual: Float64,
         at: Positions,
         latents: Float64,
@@ -273,7 +273,7 @@ class Attention:
 
     def _scores(
         self,
-        path: Path,
+        path: Roundings,
         q_a: Float64,
         k: Float64,
         weights: Float64,
@@ -289,7 +289,7 @@ class Attention:
         scores = np.einsum("sthk,sth->stk", np.maximum(dots, 0), weights)
         return own, scores * (self.index_heads * k.shape[-1]) ** -0.5
 
-    def _rotated(self, path: Path, x: Float64, at: Positions) -> Float64:
+    def _rotated(self, path: Roundings, x: Float64, at: Positions) -> Float64:
         turned = path.act(at.rotated(x[..., : self.rope]))
         return np.concatenate([turned, x[..., self.rope :]], axis=-1)
 
@@ -321,7 +321,7 @@ class Mlp:
             self.bias, self.scale = to_numpy(mlp.gate.e_score_correction_bias), mlp.gate.scale
 
     def forward(
-        self, path: Path, residual: Float64, chosen: list[list[int]]
+        self, path: Roundings, residual: Float64, chosen: list[list[int]]
     ) -> tuple[Float64, Float64 | None]:
         """
         Args:
@@ -344,7 +344,7 @@ class Mlp:
         out = path.act(path.act(np.concatenate(routed, axis=1)) + out)
         return path.act(residual + out), scores + self.bias
 
-    def _row(self, path: Path, x: Float64, scores: Float64, ids: list[int]) -> Float64:
+    def _row(self, path: Roundings, x: Float64, scores: Float64, ids: list[int]) -> Float64:
         won = scores[:, ids]
         weights = path.routing_weights(self.scale * won / won.sum(-1, keepdims=True))
         each = (path.expert(x, self.experts[e]) for e in ids)

@@ -5,10 +5,10 @@ cache, so that errors do not pile up; the formulas take what the engines chose, 
 that a choice on a border does not make them drift apart. Whether it was right is for tests to ask.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -26,8 +26,8 @@ from helpers.rounded_layers import (
     BuiltIn,
     Expert,
     Mlp,
-    Path,
     Positions,
+    Roundings,
     Target,
 )
 from tensorrt_llm._torch.custom_ops.fp4 import dequantize_nvfp4
@@ -214,7 +214,7 @@ class Half:
 class Formulas:
     """One path of every layer of a step, on the values that are stored before it."""
 
-    def __init__(self, step: Step, checkpoint: FilePath, *, fp8: bool, nvfp4: bool) -> None:
+    def __init__(self, step: Step, checkpoint: Path, *, fp8: bool, nvfp4: bool) -> None:
         self.step, self.fp8, self.nvfp4 = step, fp8, nvfp4
         config = step.model.config
         self.layout, self.experts = config.cache_layout, config.pretrained_config.n_routed_experts
@@ -229,23 +229,25 @@ class Formulas:
         step.restore(step.pools)
         self.older = [self.cached(i, range(OLDER)) for i in range(len(layers))]
 
-    def path(self, kind: type[Path]) -> Path:
+    def path(self, kind: type[Roundings]) -> Roundings:
         return kind(fp8=self.fp8, nvfp4=self.nvfp4)
 
-    def attended(self, path: Path, i: int, residual: Float64, keys: Tensor) -> Attended:
+    def attended(self, path: Roundings, i: int, residual: Float64, keys: Tensor) -> Attended:
         return self.attentions[i].forward(path, residual, self.at, *self.older[i], keys.tolist())
 
     def mlp(
-        self, path: Path, i: int, residual: Float64, trace: Trace
+        self, path: Roundings, i: int, residual: Float64, trace: Trace
     ) -> tuple[Float64, Float64 | None]:
         """See `Mlp.forward`."""
-        chosen = [m.tolist() for m in trace.experts]
-        dense = sum(not mlp.experts for mlp in self.mlps[:i])
-        return self.mlps[i].forward(
-            path, residual, chosen[i - dense] if self.mlps[i].experts else []
-        )
+        return self.mlps[i].forward(path, residual, self.chosen_experts(i, trace))
 
-    def hidden_states(self, path: Path, trace: Trace) -> Float64:
+    def chosen_experts(self, i: int, trace: Trace) -> list[list[int]]:
+        """Of each row in layer i; [] for a dense layer."""
+        if not self.mlps[i].experts:
+            return []
+        return trace.experts[sum(bool(mlp.experts) for mlp in self.mlps[:i])].tolist()
+
+    def hidden_states(self, path: Roundings, trace: Trace) -> Float64:
         """[runs, rows, hidden] after the final norm of the whole step, with the trace's choices."""
         core = self.step.core
         x = to_numpy(core.embed_tokens(self.step.ids))[None]
@@ -254,20 +256,17 @@ class Formulas:
             x, _ = self.mlp(path, i, x, trace)
         return path.normed(x, to_numpy(core.norm.weight), core.norm.eps)
 
-    def cached(self, i: int, positions: Iterable[int]) -> tuple[Float64, Float64]:
+    def cached(self, i: int, positions: range) -> tuple[Float64, Float64]:
         """Latents and index keys (without an indexer none) of layer i as the pools have them."""
-        places = [[self._place(role, i, p) for p in positions] for role in Role]
         pools = self.step.manager, self.layout
-        latents = [cached_latent(*pools, *place) for place in places[0]]
+        latents = [cached_latent(*pools, *self._place(Role.KEY, i, p)) for p in positions]
         if not self.attentions[i].indexer:
             return np.array(latents), np.empty(0)
-        keys = [cached_index_key(*pools, *place) for place in places[1]]
+        keys = [cached_index_key(*pools, *self._place(Role.INDEX_KEY, i, p)) for p in positions]
         return np.array(latents), np.array([k * s if self.fp8 else k for k, s in keys])
 
     def _place(self, role: Role, layer: int, position: int) -> tuple[int, int, int]:
         manager = self.step.manager
-        if role is Role.INDEX_KEY and not self.attentions[layer].indexer:
-            return 0, 0, 0
         page, offset = divmod(position, manager.tokens_per_block)
         block = manager.block_ids(REQUEST, role)[page]
         return block, manager.layer_slot(role, layer), offset
@@ -291,7 +290,7 @@ class Formulas:
 class Compared:
     """Both engines' step and both paths' formulas, from one residual stream for each half."""
 
-    def __init__(self, name: str, nvfp4: FilePath) -> None:
+    def __init__(self, name: str, nvfp4: Path) -> None:
         quantised, cache = CONFIGS[name]
         checkpoint = nvfp4 if quantised else CHECKPOINT
         self.step = Step(engine(checkpoint, cache, "require"), context_tokens())
@@ -301,7 +300,7 @@ class Compared:
         self.attended = {kind: self._attended(kind) for kind in self.traces}
         self.mlps = {kind: self._mlps(kind) for kind in self.traces}
 
-    def _attended(self, kind: type[Path]) -> list[Attended]:
+    def _attended(self, kind: type[Roundings]) -> list[Attended]:
         before = [self.step.core.embed_tokens(self.step.ids), *self.target.out]
         path = self.formulas.path(kind)
         return [
@@ -309,20 +308,20 @@ class Compared:
             for i, keys in enumerate(self.traces[kind].keys)
         ]
 
-    def _mlps(self, kind: type[Path]) -> list[tuple[Float64, Float64 | None]]:
+    def _mlps(self, kind: type[Roundings]) -> list[tuple[Float64, Float64 | None]]:
         path = self.formulas.path(kind)
         return [
             self.formulas.mlp(path, i, to_numpy(residual)[None], self.traces[kind])
             for i, residual in enumerate(self.target.attended)
         ]
 
-    def halves(self, kind: type[Path], trace: Trace | None = None) -> dict[str, Half]:
+    def halves(self, kind: type[Roundings], trace: Trace | None = None) -> dict[str, Half]:
         """By layer and half.
 
         Args:
             trace: to compare instead of the engine's own.
         """
-        trace, found = trace or self.traces[kind], {}
+        found, trace = {}, trace or self.traces[kind]
         for i, (attended, (out, _)) in enumerate(
             zip(self.attended[kind], self.mlps[kind], strict=True)
         ):
@@ -331,7 +330,7 @@ class Compared:
         return found
 
 
-def engine(checkpoint: FilePath, cache: str, modeling_v2: str, **overrides: Any) -> PyExecutor:
+def engine(checkpoint: Path, cache: str, modeling_v2: str, **overrides: Any) -> PyExecutor:
     settings = {"max_seq_len": 64, "max_batch_size": 1, "max_draft_len": ROWS - 1, **overrides}
     return make_engine(
         executor_config(
@@ -346,5 +345,6 @@ def engine(checkpoint: FilePath, cache: str, modeling_v2: str, **overrides: Any)
 
 
 def context_tokens() -> list[int]:
-    """Questions one behind the other; NVFP4's input scales are calibrated on them, among others."""
+    """Questions one behind the other; NVFP4's input scales are calibrated on each of them, among
+    others."""
     return [token for prompt, _ in heldout(every=60) for token in prompt][: OLDER + ROWS]

@@ -1,19 +1,17 @@
 """The FP8 and NVFP4 exports of glm_tiny against the same model with weights dequantised here."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers.engine import executor_config, generate, make_engine, run_ranks
+from helpers.glm_tiny import CHECKPOINT, export
 from helpers.numerics import decode_e4m3
 from safetensors.torch import load_file, save_file
 
 from tensorrt_llm.mapping import Mapping
 
-EXAMPLE = Path(__file__).parents[4] / "examples" / "glm_tiny"
 PROMPT = [
     505,
     508,
@@ -48,14 +46,12 @@ E4M3 = np.array([decode_e4m3(code) for code in range(256)])
 def exports(request: pytest.FixtureRequest, tmp_path_factory) -> tuple[Path, Path]:
     """(the export, the same as a plain fp32 checkpoint)."""
     root = tmp_path_factory.mktemp(request.param)
-    command = [sys.executable, str(EXAMPLE / "export.py"), "--format", request.param]
-    command += ["--model", str(EXAMPLE / "checkpoint"), "--out", str(root / "export")]
-    subprocess.run(command, check=True, capture_output=True, timeout=200)
+    export(request.param, root / "export")
     stored = load_file(root / "export" / "model.safetensors")
     (root / "plain").mkdir()
     save_file(dequantised(stored), root / "plain" / "model.safetensors")
     for name in ("config.json", "generation_config.json"):
-        (root / "plain" / name).write_bytes((EXAMPLE / "checkpoint" / name).read_bytes())
+        (root / "plain" / name).write_bytes((CHECKPOINT / name).read_bytes())
     return root / "export", root / "plain"
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,15 +19,17 @@ import pytest
 import torch
 from helpers.glm_tiny import answered, export, heldout
 from helpers.numerics import to_numpy
-from helpers.random_rounding import band, is_within
+from helpers.random_rounding import BAND, RandomRounding, band, deviations, is_within
 from helpers.rounded_layers import (
     BuiltIn,
-    Path,
+    Roundings,
     Target,
 )
 from helpers.two_paths import CONFIGS, OLDER, ROWS, Compared, Step, Trace, engine
 from torch import Tensor
 
+from tensorrt_llm._torch.custom_ops.fp4 import dequantize_nvfp4, quantize_nvfp4
+from tensorrt_llm._torch.custom_ops.fp8 import saturating_cast
 from tensorrt_llm._torch.modeling_v2.catalog._op import OpWrapper, lasting_binds
 from tensorrt_llm._torch.modeling_v2.models.glm_moe_dsa.glm_5_2_nvfp4__sm_107__tp16.ops.attention.q_b_fp8_rope import (  # noqa: E501
     QBFp8Rope,
@@ -35,12 +37,12 @@ from tensorrt_llm._torch.modeling_v2.models.glm_moe_dsa.glm_5_2_nvfp4__sm_107__t
 
 
 @pytest.fixture(scope="module")
-def nvfp4_export(tmp_path_factory: pytest.TempPathFactory) -> FilePath:
+def nvfp4_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export("nvfp4", tmp_path_factory.mktemp("export") / "nvfp4")
 
 
 @pytest.fixture(scope="module")
-def comparison(nvfp4_export: FilePath) -> Callable[[str], Compared]:
+def comparison(nvfp4_export: Path) -> Callable[[str], Compared]:
     """Of a config by its name, made once."""
     return cache(lambda name: Compared(name, nvfp4_export))
 
@@ -50,28 +52,62 @@ def compared(request: pytest.FixtureRequest, comparison: Callable[[str], Compare
     return comparison(request.param)
 
 
-# --- the tests ------------------------------------------------------------------------------------
+# --- the band -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bf16", "e4m3", "nvfp4"])
+def test_random_errors_are_as_large_as_real_ones(name: str) -> None:
+    """Of 512 rows of 64 numbers. For NVFP4 the random ones take the widest block scale: a scale
+    that is rounded by 2^-4 the other way, and a largest element that is hit exactly, one of 16,
+    leave (15 / 17)^2 * 15 / 16 of the squares at least."""
+    x = torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
+    real = {
+        "bf16": lambda: x.bfloat16(),
+        "e4m3": lambda: saturating_cast(x, torch.float8_e4m3fn),
+        "nvfp4": lambda: dequantize_nvfp4(*quantize_nvfp4(x, one), one),
+    }
+    one = torch.ones(1)
+    runs = getattr(RandomRounding(), name)(to_numpy(x)[None])
+    got = to_numpy(real[name]())
+    assert is_within(got, runs)
+    least = (15 / 17) ** 2 * 15 / 16 if name == "nvfp4" else 1.0
+    ratio = np.square((got - runs[0]) / deviations(runs)).mean()
+    spread = np.square((runs[1:] - runs[0]) / deviations(runs)).reshape(len(runs) - 1, -1).mean(1)
+    assert ratio >= least - BAND * spread.std()
+
+
+# --- the step -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [Target, BuiltIn])
 def test_each_half_layer_is_the_formula_up_to_its_roundings(
-    compared: Compared, kind: type[Path]
+    compared: Compared, kind: type[Roundings]
 ) -> None:
     halves = compared.halves(kind)
     assert not [where for where, half in halves.items() if not is_within(half.got, half.runs)]
 
 
 def test_the_paths_agree_up_to_the_roundings_of_both(compared: Compared) -> None:
-    """The errors of two independent chains; where the paths chose alike, the formulas are equal."""
+    """The errors of two independent chains, beside what other keys or experts make exactly."""
     target, built_in = (compared.halves(kind) for kind in (Target, BuiltIn))
-    alike = 0
     for where, half in target.items():
         other = built_in[where]
         chosen_apart = half.runs[0] - other.runs[0]
-        alike += np.allclose(chosen_apart, 0, atol=1e-9)
         off = half.got - other.got - chosen_apart
         assert (np.abs(off) <= np.hypot(band(half.runs), band(other.runs))).all(), where
-    assert alike > len(target) / 2
+        if chose_alike(compared, where):  # then one formula, in two orders of float64
+            assert np.abs(chosen_apart).max() <= 1e-12 * np.abs(half.runs[0]).max(), where
+
+
+def chose_alike(compared: Compared, where: str) -> bool:
+    i, half = int(where.split()[0]), where.split()[1]
+    traces = [compared.traces[kind] for kind in (Target, BuiltIn)]
+    if half == "attention":
+        chosen = [[set(keys) for keys in trace.keys[i].tolist()] for trace in traces]
+    else:
+        experts = [compared.formulas.chosen_experts(i, trace) for trace in traces]
+        chosen = [[set(ids) for ids in rows] for rows in experts]
+    return chosen[0] == chosen[1]
 
 
 def test_what_a_step_caches_is_the_formula_up_to_its_roundings(compared: Compared) -> None:
@@ -93,7 +129,7 @@ def test_a_step_leaves_older_rows_alone(compared: Compared) -> None:
             assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True))
 
 
-def wrongly_chosen(compared: Compared, kind: type[Path], trace: Trace) -> list[int]:
+def wrongly_chosen(compared: Compared, kind: type[Roundings], trace: Trace) -> list[int]:
     """Full layers where a chosen key scores below one that was left out, by more than the noise of
     both scores."""
     found = []
@@ -116,18 +152,11 @@ def test_the_chosen_keys_have_the_best_scores(compared: Compared) -> None:
 
 
 def test_the_noise_of_scores_does_not_hide_a_wrong_choice(compared: Compared) -> None:
-    """Most keys lie clearly on one side of the border; and the worst instead of the best ones are
-    found."""
-    for attended in compared.attended[Target]:
-        if attended.scores is not None:
-            seen = slice(0, OLDER + 1)  # by every row
-            exact, noise = attended.scores[0][:, seen], band(attended.scores)[:, seen]
-            border = np.sort(exact, axis=1)[:, [-16]]
-            assert (np.abs(exact - border) > 2 * noise).mean() > 0.5
-    q_tail, operands = compared.step.core.decode.ops.q_tail, compared.step.core.decode.layers
-    indexer = operands[0].attention.indexer
+    """The worst keys instead of the best ones."""
+    decode = compared.step.core.decode
+    indexer = decode.layers[0].attention.indexer
     assert indexer is not None
-    with rebound(q_tail, 0, weight_scale=-indexer.weight_scale):
+    with rebound(decode.ops.q_tail, 0, weight_scale=-indexer.weight_scale):
         trace = compared.step.by_target()
     assert wrongly_chosen(compared, Target, trace)[0] == 0
 
@@ -243,7 +272,7 @@ def test_a_mistake_falls_out_of_the_band(
 # --- answers --------------------------------------------------------------------------------------
 
 
-def test_the_target_answers_as_well_as_the_built_in_modules(nvfp4_export: FilePath) -> None:
+def test_the_target_answers_as_well_as_the_built_in_modules(nvfp4_export: Path) -> None:
     """On the NVFP4 export with an FP8 cache. What both paths share, the weights' rounding and the
     cache's, costs some answers. Beyond that they only round differently, so a question that one
     of them alone answers is a coin that falls either way: the target may lose some and gain
@@ -257,5 +286,5 @@ def test_the_target_answers_as_well_as_the_built_in_modules(nvfp4_export: FilePa
     gained = sum(t and not b for b, t in zip(built_in, target, strict=True))
     coins = lost + gained
     chance = sum(math.comb(coins, k) for k in range(lost, coins + 1)) / 2**coins
-    assert sum(built_in) > 7  # else twelve lost answers could not show
+    assert sum(built_in) >= 7  # seven lost and none gained are the fewest that are too many
     assert chance >= 0.01, f"{lost} answers lost, {gained} gained"
