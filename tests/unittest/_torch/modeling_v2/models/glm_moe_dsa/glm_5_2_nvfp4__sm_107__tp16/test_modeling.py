@@ -1,5 +1,6 @@
 """Building the target's model, and the contract between it and the engine."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -168,8 +169,12 @@ def test_the_modules_are_the_built_in_ones_under_their_names() -> None:
     }
 
 
-def test_without_drafts_the_worker_is_the_plain_one() -> None:
-    model = load_model(CHECKPOINT, tiny())
+@pytest.mark.parametrize("mtp_layers", [0, 1])
+def test_without_drafts_the_worker_is_the_plain_one(mtp_layers: int) -> None:
+    """With an MTP layer in the checkpoint that nothing drafts with, and without one."""
+    raw = json.loads((CHECKPOINT / "config.json").read_text())
+    pretrained = PretrainedConfig.from_dict({**raw, "num_nextn_predict_layers": mtp_layers})
+    model = load_model(CHECKPOINT, tiny(pretrained_config=pretrained), load_format="dummy")
     assert model.draft_model is None
     assert type(model.create_spec_worker()) is SpecWorkerBase
 
