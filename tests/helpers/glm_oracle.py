@@ -100,17 +100,20 @@ def make_checkpoint(directory: Path, variant: str, seed: int, **overrides: Any) 
     return directory
 
 
-def make_drafts_agree(directory: Path) -> Path:
+def make_drafts_agree(directory: Path, kept: float = 0.15) -> Path:
     """Change a random checkpoint so that about half of its drafts are right.
 
     The layers add less to the last token's embedding, and the MTP layer mostly passes on that of
     the token it is given; of a random model's drafts one in `vocab_size` would be right.
+
+    Args:
+        kept: of what each layer adds; the more layers, the less for the same share of right drafts.
     """
     config, path = _read_config(directory), directory / "model.safetensors"
     weights, hidden = load_file(path), config["hidden_size"]
     for name in weights:
         if _is_block_output(name):
-            weights[name] *= 0.15
+            weights[name] *= kept
     mtp = f"model.layers.{config['num_hidden_layers']}"
     weights[f"{mtp}.eh_proj.weight"] *= 0.05
     weights[f"{mtp}.eh_proj.weight"][:, :hidden] += torch.eye(hidden)

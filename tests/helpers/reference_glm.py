@@ -101,6 +101,22 @@ class Decisions:
         return np.argsort(-scores, kind="stable")[:count].tolist()
 
 
+class ContraryDecisions(Decisions):
+    """Breaks every tie, and every choice within noise, the other way.
+
+    What comes out the same hangs on no choice that an engine may rightly make otherwise.
+    """
+
+    def select(
+        self, layer: int, position: int, scores: Float64, noise: Float64, count: int
+    ) -> list[int]:
+        """See `Decisions`."""
+        last = super().select(layer, position, scores, noise, count)[-1]
+        near = np.abs(scores - scores[last]) <= noise + noise[last]
+        mirrored = np.where(near, 2 * scores[last] - scores, scores)
+        return np.argsort(-mirrored, kind="stable")[:count].tolist()
+
+
 def score_noise(
     queries: Float64, weights: Float64, keys: Float64, relative: float, fp8: bool
 ) -> Float64:
